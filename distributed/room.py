@@ -20,7 +20,7 @@ unpacking them would take kernel launches of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy
@@ -131,7 +131,7 @@ class Parcel:
     def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
         """Copy ``tensors``, which are on the host, behind the header of this rank."""
         if self._own_views is None:
-            self._own_views = list(self._views_of(room.sent, self.count))
+            self._own_views = self._views_of(room.sent, self.count)
         for view, tensor in zip(self._own_views, [tensor for tensor in tensors if tensor is not None]):
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
 
@@ -143,13 +143,15 @@ class Parcel:
             self._counts = counts
         return [torch.cat(views) for views in self._views]
 
-    def _views_of(self, block: Tensor, count: int) -> Iterator[Tensor]:
-        """Yield a view of each tensor in the block of a rank with ``count`` rows."""
-        start = HEADER_BYTES
+    @torch.inference_mode(False)  # the views are kept for calls outside of it
+    def _views_of(self, block: Tensor, count: int) -> list[Tensor]:
+        """Return a view of each tensor in the block of a rank with ``count`` rows."""
+        start, views = HEADER_BYTES, []
         for dtype, trailing, width in self._kinds:
             rows = block.view(dtype).narrow(0, start // dtype.itemsize, count * math.prod(trailing))
-            yield rows.view(count, *trailing)
+            views.append(rows.view(count, *trailing))
             start += aligned(count * width)
+        return views
 
 
 # Keyed by the object: a group that is created again under the same name starts with an empty room on every rank.

@@ -154,7 +154,7 @@ class ShardedLoss(nn.Module):
         return self.loss.temperature
 
     @temperature.setter
-    def temperature(self, value: float) -> None:
+    def temperature(self, value: float | None) -> None:
         self.loss.temperature = value
 
     def fits_in_a_graph(self) -> bool:
@@ -202,11 +202,11 @@ class ShardedLoss(nn.Module):
             spread = spread_over_shards(shard)
             if spread is None:
                 return None
-            temperature = loss._last_temperature = type(loss).spread_multiple * spread
+            temperature = loss._last_temperature = loss.spread_multiple * spread
         if isinstance(loss, SmoothAPLoss):
             return smooth_ap_of_shard(shard, temperature)
-        threshold = loss.quantile, loss.quantile_interpolation, loss.threshold_gradient
-        return recall_of_shard(shard, temperature, *threshold)
+        settings = loss.quantile, loss.quantile_interpolation, loss.threshold_gradient
+        return recall_of_shard(shard, temperature, *settings)
 
     def _reduce(self, shard: Shard, rows: Batch, per_class: PerClass) -> Tensor:
         """Return the loss over the valid classes. Count for loggers, and look for hints."""

@@ -309,7 +309,7 @@ def move_infinities(
         The scores, the negated lowest and the highest of them over the parts (2, C) float64, and the classes with two
         equal infinities of which one is a positive, (C,) bool.
     """
-    ends = ends_of(scores, scores.isfinite())
+    ends = ends_of(scores.detach(), scores.isfinite())  # where an infinite score moves to is a constant
     counts = ends.new_zeros(4, scores.shape[0])
     infinities = [scores == end for end in (-math.inf, math.inf)]
     for k, infinite in enumerate(infinities):

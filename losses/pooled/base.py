@@ -1,6 +1,6 @@
 """The base of the losses over a pool.
 
-All of them make the same step, :meth:`RankingLoss.forward`::
+All of them make the same step, ``RankingLoss._step``::
 
     1. check and gather      this rank's rows are checked, and the rows of all ranks gathered      _check_and_gather
     2. make the pool         queued rows are appended, and at most max_pool_size rows drawn        _make_pool
@@ -10,7 +10,7 @@ All of them make the same step, :meth:`RankingLoss.forward`::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
@@ -187,10 +187,8 @@ class RankingLoss(HoldsQueue):
                 ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No
                 queue is used.
         """
-        live = self._check_and_gather(Given(logits, targets, iid_mask, sample_weight, indexes))
-        pool = self._make_pool(live)
-        per_class = self.compute_per_class(pool)
-        loss = self._reduce_and_enqueue(live, pool, per_class)
+        rows = Given(logits, targets, iid_mask, sample_weight, indexes)
+        loss, per_class = self._step(rows, self.compute_per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -203,6 +201,20 @@ class RankingLoss(HoldsQueue):
     def fits_in_a_graph(self) -> bool:
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
+
+    def _step(self, given: Given, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
+        """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
+        live = self._check_and_gather(given)
+        pool = self._make_pool(live)
+        is_hinted = self.validate_args and self.training and live.indexes is None and has_values(live.logits)
+        is_observed = is_hinted and self._hints.count_call(pool)
+        is_full = not self.queue_size or len(self.queue) == self.queue_size
+        per_class = formula(pool)
+        loss = self._reduce_and_enqueue(live, pool, per_class)
+        if is_observed:
+            setting = self._setting(pool.rows.logits.shape[0])
+            self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
+        return loss, per_class
 
     # The steps of a call, in the order in which they run.
 
@@ -262,10 +274,7 @@ class RankingLoss(HoldsQueue):
             # Only training steps count: after rank 0 has validated alone, it still draws the same rows as the others.
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else is_live[index]
-        pool = Pool(rows, is_live, self.queue_keep)
-        if self.validate_args and self.training and has_values(live.logits):
-            pool.is_observed = self._hints.count_call(pool)
-        return pool
+        return Pool(rows, is_live, self.queue_keep)
 
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
         """Return the pool and the temperature to use in the formula of a subclass that has ``spread_multiple``."""
@@ -279,19 +288,13 @@ class RankingLoss(HoldsQueue):
             vars(self)["_last_temperature"] = temperature
 
     def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
-        """Return the loss over the valid classes. Enqueue the live rows, count for loggers, and look for hints."""
+        """Return the loss over the valid classes. Enqueue the live rows, and count for loggers."""
         loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
-        is_full = True
-        if self.queue_size:
-            is_full = len(self.queue) == self.queue_size
-            if self._enqueues and live.indexes is None and not live.logits.is_meta:
-                rows = live.logits, live.targets, live.iid_mask, live.sample_weight
-                self.queue.enqueue(*rows, num_stored=live.num_stored)
-        if pool.is_observed:
-            setting = self._setting(pool.rows.logits.shape[0])
-            self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
+        if self.queue_size and self._enqueues and live.indexes is None and not live.logits.is_meta:
+            rows = live.logits, live.targets, live.iid_mask, live.sample_weight
+            self.queue.enqueue(*rows, num_stored=live.num_stored)
         return note_kind(loss, over_ranks=True) if live.over_ranks else loss
 
     def _setting(self, num_rows: int) -> Setting:

@@ -55,7 +55,7 @@ class Hints:
             self._read_copies()
         self._calls += 1
         if self._looks_for_all:
-            _ = pool.scores  # made now, the formula uses them, and a hook sees their gradient
+            _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
             return True
         return 0 < self._small_pools < _SMALL_POOLS or 0 < self._empty_calls < _EMPTY_CALLS
 

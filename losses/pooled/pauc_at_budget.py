@@ -17,6 +17,7 @@ from .pauc_surrogates import (
     SMALLEST_SCALE,
     TEMPERATURE,
     BudgetBasis,
+    MissedArea,
     PartialArea,
     PosNumerator,
     Surrogate,
@@ -24,7 +25,16 @@ from .pauc_surrogates import (
     check_area,
     missed_area,
 )
-from .pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, Reduction, local_pool, reduce_values
+from .pool import (
+    LossWithClasses,
+    LossWithClassesAndStats,
+    LossWithStats,
+    PerClass,
+    Pool,
+    Reduction,
+    local_pool,
+    reduce_values,
+)
 
 
 @completed(local_pool, PartialArea)
@@ -303,22 +313,35 @@ class PAUCAtBudgetLoss(RankingLoss):
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.
         """
-        live = self._check_and_gather(Given(logits, targets, iid_mask, sample_weight))
-        pool = self._make_pool(live)
-        result = missed_area(pool, self._area, self.temperature, with_stats=return_diagnostics)
-        per_class, flat_class, stats, tilts = result
-        has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
-        self._tilts = tilts if has_numbers else None
-        if flat_class is not None and self.validate_args:
-            self._warn_of_flat(flat_class)
-        loss = self._reduce_and_enqueue(live, pool, per_class)
+        stats: dict[str, Tensor] = {}
+
+        def with_stats(pool: Pool) -> PerClass:
+            missed = self._missed_area(pool, with_stats=True)
+            stats.update(missed.stats or {})
+            return missed.per_class
+
+        formula = with_stats if return_diagnostics else self.compute_per_class
+        loss, per_class = self._step(Given(logits, targets, iid_mask, sample_weight), formula)
         if not return_per_class:
-            return loss if stats is None else LossWithStats(loss, stats)
+            return LossWithStats(loss, stats) if return_diagnostics else loss
         with_classes = LossWithClasses.of(loss, per_class)
-        return with_classes if stats is None else LossWithClassesAndStats(*with_classes, stats)
+        return LossWithClassesAndStats(*with_classes, stats) if return_diagnostics else with_classes
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward  # type: ignore[assignment]
+
+    def compute_per_class(self, pool: Pool) -> PerClass:
+        """Return the loss of each class."""
+        return self._missed_area(pool, with_stats=False).per_class
+
+    def _missed_area(self, pool: Pool, with_stats: bool) -> MissedArea:
+        missed = missed_area(pool, self._area, self.temperature, with_stats=with_stats)
+        tilts = missed.tilts
+        has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
+        vars(self)["_tilts"] = tilts if has_numbers else None
+        if missed.flat_class is not None and self.validate_args:
+            self._warn_of_flat(missed.flat_class)
+        return missed
 
     def _warn_of_flat(self, flat_class: int) -> None:
         other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"

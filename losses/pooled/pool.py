@@ -53,20 +53,19 @@ class Pool:
         iid: (M,) bool, None for all True.
         indexes: (M,) int64, the query of each row, with C = 1; None for one query.
         num_positive: of a single class; None if the host does not know.
-        is_observed: True if hints are looked for in this call.
     """
 
     def __init__(self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all") -> None:
         self.rows, self.live = rows, live
         self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
         self.drops_queued_positives = live is not None and queue_keep == "negatives"
-        self.is_observed = False
         self._with_grad = torch.is_grad_enabled()  # the scores are made later, in the grad mode of the call
 
     @property
-    def has_scores(self) -> bool:
-        """Whether the scores of the classes have been made."""
-        return "scores" in self.__dict__
+    def is_of_rows(self) -> bool:
+        """Whether no tensor of the classes has been made or assigned, so that a formula may read the rows instead."""
+        made = self.__dict__
+        return not ("scores" in made or "positive" in made or "member" in made or "weight" in made)
 
     @_Once
     def scores(self) -> Tensor:
@@ -184,7 +183,7 @@ def check_temperature(temperature: float | None, automatic: bool) -> float | Non
     if temperature is not None:
         return check_positive("temperature", temperature)
     if not automatic:
-        fix = "This loss has no automatic form (spread_multiple): partial AUC multiplies by a scale already, use 0.1."
+        fix = "This loss has no automatic temperature: pass a number > 0."
         raise TypeError(expected("temperature", "a number", temperature, fix))
     return None
 

@@ -75,8 +75,9 @@ def smooth_ap(
 def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPREAD_MULTIPLE) -> tuple[PerClass, float]:
     """Return the loss of each class, or of each query, and the temperature; None follows the spread of the scores."""
     rows, rule = pool.rows, pool.rows.rule
-    if not (pool.has_scores or rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
-        # A kernel for the common case reads the rows as they are. It returns None where it does not apply.
+    if pool.is_of_rows and not (rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
+        # A kernel for the common case reads the rows as they are. It returns None where it does not apply. A hint that
+        # looks at the gradient of the scores has made them, and a subclass may have assigned others.
         weight = None if rows.sample_weight is None else pool.weight
         result = smooth_ap_of_rows(rows.logits, rows.targets, weight, rule.ignore_index, temperature, spread_multiple)
         if result is not None:

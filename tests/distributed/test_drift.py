@@ -83,6 +83,26 @@ def _take_step(loss: nn.Module, rank: int, index: int) -> float:
     return float(loss(logits, torch.randint(0, 2, (5 + rank,), generator=generator)))
 
 
+@on_ranks(2)
+def test_an_argument_that_is_a_tensor_may_be_replaced(rank: int) -> None:
+    """In the third call, after two in which the facts had not changed; and it is compared."""
+
+    class WithMargins(fullrank.SmoothAPLoss):
+        own_arguments = ("margins",)
+
+        def __init__(self) -> None:
+            super().__init__(2, queue_size=4)
+            self.margins = torch.tensor([0.1, 0.2])
+
+    loss = WithMargins()
+    for index in range(2):
+        _take_step(loss, rank, index)
+    loss.margins = torch.tensor([0.3, 0.4])
+    _take_step(loss, rank, 2)
+    loss.margins = torch.tensor([0.3, 0.4 + rank])
+    assert_named(lambda: _take_step(loss, rank, 3), 1, "margins=tensor")
+
+
 def assert_named(call: Callable[[], Any], odd_rank: int, *texts: str) -> None:
     """On every rank the same error, which says that something differs and on which rank."""
     found, text = common_error(call)

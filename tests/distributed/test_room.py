@@ -152,6 +152,18 @@ def test_the_default_device_is_not_asked(rank: int) -> None:
             assert torch.equal(found, rows_of_all(counts, 2))
 
 
+@on_ranks(2)
+def test_rows_of_a_shape_that_came_first_under_inference_mode(rank: int) -> None:
+    """As in a validation; what is kept of the call must serve those outside of the mode."""
+    group = dist.new_group()
+    for counts in ([3, 3], [5, 4]):
+        rows = own_rows(rank, counts, 2)
+        fullrank.all_gather_no_grad(rows[:1], group)  # there is room for few rows from now on
+        with torch.inference_mode():
+            fullrank.all_gather_no_grad(rows, group)
+        assert torch.equal(fullrank.all_gather_no_grad(rows, group), rows_of_all(counts, 2))
+
+
 @on_ranks()
 def test_rows_that_a_functional_collective_still_brings(rank: int) -> None:
     """They have no memory until somebody waits for them. The second call finds them a room."""

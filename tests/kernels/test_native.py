@@ -229,7 +229,24 @@ def test_a_subclass_with_another_formula_never_takes_the_step() -> None:
     class Wide(fullrank.SmoothAPLoss):
         spread_multiple = 0.3
 
+    class Fewer(fullrank.SmoothAPLoss):
+        """It assigns to the pool: other positives, members or weights than those of the rows."""
+
+        def compute_per_class(self, pool: Pool) -> PerClass:
+            pool.positive = pool.positive & (torch.arange(40) % 2 == 0)
+            return super().compute_per_class(pool)
+
+    class Weighted(fullrank.SmoothAPLoss):
+        def compute_per_class(self, pool: Pool) -> PerClass:
+            pool.weight = torch.arange(1.0, 41.0)
+            return super().compute_per_class(pool)
+
     x, targets = normal(40, 3).float(), torch.arange(40) % 3
+    for kind in (Fewer, Weighted):
+        loss = kind(3, temperature=0.1)
+        values = [loss(x, targets).item() for _ in range(6)]  # hints make the scores in some of them
+        assert values == values[:1] * 6
+        assert values[0] != fullrank.SmoothAPLoss(3, temperature=0.1)(x, targets).item()
     half, wide, plain = (kind(3, gather_distributed=False) for kind in (Half, Wide, fullrank.SmoothAPLoss))
     for _ in range(6):
         torch.testing.assert_close(2 * half(x, targets), plain(x, targets))

@@ -85,7 +85,13 @@ def test_infinite_rows_and_nan() -> None:
     infinite = scores.detach().clone()
     infinite[1], infinite[2] = math.inf, -math.inf
     finite = infinite.clamp(-1e3, 1e3)
-    assert_close(NDCGLoss(0.5)(infinite, relevance), NDCGLoss(0.5)(finite, relevance), **EXACT)
+    values, gradients = [], []
+    for given in (infinite, finite):
+        leaf = given.clone().requires_grad_()
+        values.append(NDCGLoss(0.5)(leaf, relevance))
+        gradients.append(torch.autograd.grad(values[-1], leaf)[0])
+    assert_close(*values, **EXACT)
+    assert_close(*gradients, **EXACT)
     infinite[3] = math.nan
     assert NDCGLoss(0.5)(infinite, relevance).isnan()
     values = NDCGLoss(0.5, reduction="none")(infinite, relevance, indexes)

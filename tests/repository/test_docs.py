@@ -95,7 +95,7 @@ def norm_of(*models: nn.Module) -> Tensor:
 LIMIT = 1e-12  # float64
 
 # The blocks of these pages are run by other tests, each with a check that none is left out.
-ELSEWHERE = {"accumulation.md", "checkpointing.md", "integrations.md"}
+ELSEWHERE = {"accumulation.md", "checkpointing.md", "contributing.md", "integrations.md"}
 ELSEWHERE |= {
     f"recipes/{name}.md"
     for name in ("accelerate", "ddp", "fsdp", "lightning", "loop", "ray", "sentence-transformers", "trainer")

@@ -47,6 +47,7 @@ def run_tests(folder: Path, *arguments: str) -> tuple[str, dict[str, int]]:
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
+    assert done.stdout, done.stderr
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
     return done.stdout, {kind: int(number) for number, kind in counts}
 
