@@ -33,7 +33,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, block in BLOCKS.items():
         path = folder / name
         text = path.read_text("utf-8") if path.exists() else ""
-        text = text.replace("\n)\nLOSSES: ", f"\n{block.rstrip()},\n)\nLOSSES: ") if name == ROW else f"{text}\n\n{block}"
+        text = (
+            text.replace("\n)\nLOSSES: ", f"\n{block.rstrip()},\n)\nLOSSES: ") if name == ROW else f"{text}\n\n{block}"
+        )
         path.write_text(text, "utf-8")
     (folder.parent / "link").mkdir()
     (folder.parent / "link" / "fullrank").symlink_to(folder, target_is_directory=True)
