@@ -180,6 +180,10 @@ class Docstrings(griffe.Extension):
         done: set[str] = set()
         for item in walk(pkg):
             complete(item, modules, done)
+        for item in list(walk(pkg)):
+            if item.is_function and any(str(decorator.value) == "_Once" for decorator in item.decorators):
+                made = {"docstring": item.docstring, "annotation": item.returns, "lineno": item.lineno}
+                item.parent.set_member(item.name, griffe.Attribute(item.name, **made))
         for item in walk(pkg):
             if item.docstring is not None:
                 item.docstring.value = convert(item)
