@@ -13,7 +13,7 @@ from .pooled.pauc_at_budget import PAUCAtBudgetLoss, pauc_at_budget
 from .pooled.pool import LossWithClasses, LossWithClassesAndStats, LossWithStats, PerClass, Pool
 from .pooled.recall_at_quantile import RecallAtQuantileLoss, recall_at_quantile
 from .pooled.smooth_ap import SmoothAPLoss, smooth_ap
-from .summed.base import FocalLoss
+from .summed.base import SummedLoss
 from .summed.causal_lm import causal_lm_loss
 from .summed.cross_entropy import BCEWithLogitsLoss, CrossEntropyLoss
 from .summed.sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
@@ -24,7 +24,7 @@ __all__ = [
     "CombinedLoss",
     "CrossEntropyLoss",
     "DistributedLoss",
-    "FocalLoss",
+    "SummedLoss",
     "InfoNCELoss",
     "LossWarmupWrapper",
     "LossWithClasses",

@@ -18,7 +18,7 @@ from ..rows import check_device, weight_unit
 
 
 @completed()
-class FocalLoss(DistributedLoss):
+class SummedLoss(DistributedLoss):
     """Base of the focal losses and of cross-entropy: the header carries the sum of the elements and their count.
 
     Args:

@@ -16,7 +16,7 @@ from ...errors import check_between, check_choice, check_int, check_tensor, expe
 from ..arguments import completed
 from ..base import GroupOptions
 from ..rows import compute_dtype, has_values
-from .base import Elements, FocalLoss, check_inputs
+from .base import Elements, SummedLoss, check_inputs
 from .sigmoid_focal import expanded_weight, soft_target_check, targets_as
 from .softmax_focal import check_classes, check_element_weight
 
@@ -26,7 +26,7 @@ REDUCTIONS = ("mean", "sum", "none")
 _FEW = 8  # up to so many weights are listed in the text that the ranks compare; of more, it has the shape and a hash
 
 
-class TorchLikeLoss(FocalLoss):
+class TorchLikeLoss(SummedLoss):
     """Base of the losses that have the arguments of torch: their weights are buffers, whose values the ranks compare.
 
     Distributed:

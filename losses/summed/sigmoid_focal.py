@@ -16,7 +16,7 @@ from ..arguments import completed
 from ..base import GroupOptions
 from ..pooled.pool import local_pool
 from ..rows import compute_dtype, has_values, weight_and_check
-from .base import Elements, FocalLoss, aligned, check_inputs, focus, local_loss, power
+from .base import Elements, SummedLoss, aligned, check_inputs, focus, local_loss, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
@@ -151,7 +151,7 @@ def _check_alpha_gamma(alpha: float, gamma: float) -> None:
 
 
 @completed(sigmoid_focal)
-class SigmoidFocalLoss(FocalLoss):
+class SigmoidFocalLoss(SummedLoss):
     """Focal loss of independent binary problems, averaged over the elements of all ranks.
 
     The formula is that of :func:`~fullrank.losses.sigmoid_focal`.

@@ -16,7 +16,7 @@ from ..arguments import completed
 from ..base import GroupOptions
 from ..pooled.pool import local_pool
 from ..rows import check_exact, class_range_check, compute_dtype, has_values, weight_and_check
-from .base import Elements, FocalLoss, check_inputs, focus, local_loss, squeeze_advice
+from .base import Elements, SummedLoss, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
@@ -183,7 +183,7 @@ def check_element_weight(
 
 
 @completed(softmax_focal)
-class SoftmaxFocalLoss(FocalLoss):
+class SoftmaxFocalLoss(SummedLoss):
     """Focal loss of mutually exclusive classes, averaged over the valid elements of all ranks.
 
     The formula is that of :func:`~fullrank.losses.softmax_focal`.

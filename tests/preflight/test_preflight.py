@@ -166,7 +166,7 @@ def test_every_loss_is_checked() -> None:
     classes = {loss.module.__name__ for loss in LOSSES.values() if "gather_distributed" in loss.arguments}
     names = {name.partition(",")[0] for name in checks.LOSSES}
     assert names >= classes - {"LossWarmupWrapper"}  # whose losses are
-    assert names.isdisjoint({"DistributedLoss", "FocalLoss", "RankingLoss"})
+    assert names.isdisjoint({"DistributedLoss", "SummedLoss", "RankingLoss"})
     for name, (loss, _) in checks.make_losses(torch.device("cpu")).items():
         assert (getattr(loss, "temperature", 0.0) is None) == name.endswith(", automatic")
 
