@@ -257,17 +257,19 @@ def warm_up(wrap: Callable[[Any], nn.Module] = lambda loss: loss, **options: Any
 
 AP = losses.SmoothAPLoss(3)
 WEIGHT = torch.tensor([0.2, 1.0, 3.0])
+BAD_WEIGHTS = [-WEIGHT, WEIGHT * NAN, WEIGHT * INF]
 SHARE = Argument(0.3, [-0.1, 1.1, NAN], ["0.1"])  # a number in [0, 1]
-WIDTH = Argument(None, [0.0, -1.0, NAN, INF], ["0.1"])
-COUNT = Argument(None, [-1], [1.5, True])
 RULE = Argument("lower", ["cubic"])
+WARM = {"temperature": 0.2}
 TRAPEZOID, DRO = {"surrogate": "trapezoid"}, {"surrogate": "dro"}
 BAND, LINEAR = {"alpha": 0.1, "beta": 0.7}, {"quantile_interpolation": "linear"}
-ITS_OWN_BACKWARD = "Its backward communicates, which no transform of torch.func can."
 READS_VALUES = "It reads values, of which the meta device has none."
 KEEPS_STATE = "A graph holds no state, so the module runs eagerly."
 OF_PARTS = "Each of its parts rounds the gradient of its own."
 BY_VALUES = "The number of operators depends on values, so it runs eagerly."
+OF_TORCH = "test_cross_entropy.py compares it with that of torch."
+CONTRASTIVE = {"reference": "test_contrast.py compares it, with a queue.", "graph": BY_VALUES}
+CONTRASTIVE["func"] = "Its backward communicates, which no transform of torch.func can."
 
 ROWS = (
     Loss(
@@ -335,13 +337,8 @@ ROWS = (
             "live_dro_iqr": {"dro_lambda": 2.5, "pos_numerator": "live", "tau_scale": "iqr"},
         },
         controls=[
-            {"alpha": 0.1},
-            {"beta": 0.6},
-            TRAPEZOID,
-            {"tau_scale": "band"},
-            {"pos_numerator": "live"},
-            {"budget_basis": "population"},
-            {"quantile_interpolation": "lower"},
+            *({"alpha": 0.1}, {"beta": 0.6}, TRAPEZOID, {"tau_scale": "band"}, {"pos_numerator": "live"}),
+            *({"budget_basis": "population"}, {"quantile_interpolation": "lower"}),
         ],
         own={
             "alpha": Argument(0.05, [-0.1, 0.7, NAN], ["0"]),
@@ -373,26 +370,15 @@ ROWS = (
         losses.SmoothAPLoss,
         losses.smooth_ap,
         forms={"": {"temperature": 0.3}},
-        left_out={
-            "reference": "That of queries is compared in tests/losses/test_retrieval.py.",
-            "graph": BY_VALUES,
-            "meta": READS_VALUES,
-        },
+        left_out={"reference": "test_retrieval.py compares it.", "graph": BY_VALUES, "meta": READS_VALUES},
     ),
     Loss(
         "retrieval",
         "embeddings",
         losses.RetrievalSmoothAPLoss,
         losses.retrieval_smooth_ap,
-        forms={
-            "": {"temperature": 0.1},
-            "automatic": {"temperature": None},
-            "none": {"temperature": 0.1, "reduction": "none"},
-        },
-        left_out={
-            "reference": "That of queries is compared in tests/losses/test_retrieval.py, with a queue.",
-            "graph": BY_VALUES,
-        },
+        forms={"": WARM, "automatic": {"temperature": None}, "none": {**WARM, "reduction": "none"}},
+        left_out={"reference": "test_retrieval.py compares it, with a queue.", "graph": BY_VALUES},
     ),
     Loss(
         "ndcg",
@@ -401,7 +387,7 @@ ROWS = (
         forms={"": {"temperature": 0.5}, "automatic": {}},
         own={"gain": Argument("exponential", ["square"]), "top": Argument(3, [0], [1.5])},
         left_out={
-            "reference": "It is compared in tests/losses/test_ndcg.py, query by query.",
+            "reference": "test_ndcg.py compares it, query by query.",
             "graph": BY_VALUES,
             "meta": READS_VALUES,
             "transforms": "It reads values, which torch refuses under vmap in words of its own.",
@@ -411,33 +397,20 @@ ROWS = (
         "info_nce",
         "pairs",
         losses.InfoNCELoss,
-        forms={
-            "": {"temperature": 0.2},
-            "symmetric": {"temperature": 0.2, "symmetric": True, "learn_temperature": True},
-        },
+        forms={"": WARM, "symmetric": {**WARM, "symmetric": True, "learn_temperature": True}},
         own={
             "symmetric": Argument(False, [], ["yes"]),
             "learn_temperature": Argument(False, [], [1]),
             "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"]),
         },
-        left_out={
-            "reference": "It is compared in tests/losses/test_contrast.py, with a queue and a learned scale.",
-            "graph": BY_VALUES,
-            "func": ITS_OWN_BACKWARD,
-            "meta symmetric": READS_VALUES,
-        },
+        left_out={**CONTRASTIVE, "meta symmetric": READS_VALUES},
     ),
     Loss(
         "sup_con",
         "embeddings",
         losses.SupConLoss,
-        forms={"": {"temperature": 0.2}},
-        left_out={
-            "reference": "It is compared in tests/losses/test_contrast.py, with a queue.",
-            "graph": BY_VALUES,
-            "func": ITS_OWN_BACKWARD,
-            "meta": READS_VALUES,
-        },
+        forms={"": WARM},
+        left_out={**CONTRASTIVE, "meta": READS_VALUES},
     ),
     Loss(
         "softmax_focal",
@@ -484,15 +457,11 @@ ROWS = (
         losses.CrossEntropyLoss,
         forms={"": {}, "weights": {"weight": WEIGHT, "label_smoothing": 0.1}},
         own={
-            "weight": Argument(
-                torch.tensor([1.0, 2.0, 3.0]),
-                [-WEIGHT, WEIGHT * NAN, WEIGHT * INF, WEIGHT[:, None], WEIGHT[0]],
-                [[1.0, 1.0, 1.0], 0.5],
-            ),
+            "weight": Argument(2 * WEIGHT, [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0]], [WEIGHT.tolist(), 0.5]),
             "label_smoothing": SHARE,
             "reduction": Argument(bad=["mean_weighted"]),
         },
-        left_out={"reference": "That of torch is compared in tests/losses/test_cross_entropy.py."},
+        left_out={"reference": OF_TORCH},
     ),
     Loss(
         "binary_cross_entropy",
@@ -500,14 +469,11 @@ ROWS = (
         losses.BCEWithLogitsLoss,
         forms={"": {}, "weights": {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)}},
         own={
-            "weight": Argument(torch.tensor(0.8), [-WEIGHT, WEIGHT * NAN, WEIGHT * INF], [[1.0, 1.0, 1.0], 0.5]),
+            "weight": Argument(torch.tensor(0.8), BAD_WEIGHTS, [WEIGHT.tolist(), 0.5]),
             "pos_weight": Argument(torch.tensor(2.0), [torch.tensor(-1.0)], [19.0]),
             "reduction": Argument(bad=["mean_weighted"]),
         },
-        left_out={
-            "reference": "That of torch is compared in tests/losses/test_cross_entropy.py.",
-            "func": "Under torch.func the formula of torch rounds in other places.",
-        },
+        left_out={"reference": OF_TORCH, "func": "Under torch.func the formula of torch rounds in other places."},
     ),
     Loss(
         "causal_lm",
@@ -523,7 +489,7 @@ ROWS = (
             ("document_ids", {"document_ids": torch.zeros(1, 8).long()}, "Labels that were shifted before"),
             ("logits", {"logits": torch.zeros(4), "labels": torch.tensor(0)}, ""),
         ],
-        left_out={"reference": "It is compared in tests/losses/test_causal_lm.py, token by token."},
+        left_out={"reference": "test_causal_lm.py compares it, token by token."},
     ),
     Loss(
         "combined",
@@ -531,21 +497,13 @@ ROWS = (
         losses.CombinedLoss,
         forms={"": {"weights": {"ap": 0.5, "ce": 2.0}}},
         own={
-            "losses": Argument(
-                None, [{}, {"a.p": AP}, {"keys": AP}, {1: AP}], [None, [AP], {"ap": losses.SmoothAPLoss}]
-            ),
+            "losses": Argument(None, [{}, {"a.p": AP}, {"keys": AP}, {1: AP}], [None, [AP], {"ap": type(AP)}]),
             "weights": Argument(
-                None,
-                [{"ap": 1.0}, {"ap": -1.0, "ce": 1.0}, {"ap": NAN, "ce": 1.0}],
-                [[1.0, 1.0], {"ap": "1", "ce": 1.0}],
+                None, [{"ap": 1}, {"ap": -1, "ce": 1}, {"ap": NAN, "ce": 1}], [[1], {"ap": "1", "ce": 1}]
             ),
         },
         parts=combined,
-        left_out={
-            "reference": "It is compared with the sum of its parts in tests/losses/test_combined.py.",
-            "graph": KEEPS_STATE,
-            "half": OF_PARTS,
-        },
+        left_out={"reference": "test_combined.py compares it with its parts.", "graph": KEEPS_STATE, "half": OF_PARTS},
     ),
     Loss(
         "warm_up",
@@ -553,14 +511,12 @@ ROWS = (
         losses.LossWarmupWrapper,
         forms={"": {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}},
         own={
-            "warmup_loss": Argument(wrong=[losses.SmoothAPLoss, nn.functional.cross_entropy, None]),
-            "main_loss": Argument(wrong=[losses.SmoothAPLoss, nn.functional.cross_entropy, None]),
-            **dict.fromkeys(("warmup_epochs", "blend_epochs", "warmup_steps"), COUNT),
-            **dict.fromkeys(("temp_start", "temp_end"), WIDTH),
+            **dict.fromkeys(("warmup_loss", "main_loss"), Argument(wrong=[type(AP), losses.smooth_ap, None])),
+            **dict.fromkeys(("warmup_epochs", "blend_epochs", "warmup_steps"), Argument(None, [-1], [1.5, True])),
+            **dict.fromkeys(("temp_start", "temp_end"), Argument(None, [0.0, -1.0, NAN, INF], ["0.1"])),
             "temp_decay_steps": Argument(bad=[0], wrong=[1.5]),
             "final_main_weight": Argument(bad=[0.0, 1.1, -0.5, NAN], wrong=["1"]),
-            "blend_steps": Argument(),
-            "reset_queue_each_epoch": Argument(),
+            **dict.fromkeys(("blend_steps", "reset_queue_each_epoch"), Argument()),
         },
         together=[
             ("warmup_steps", {"warmup_steps": 5, "warmup_epochs": 1}, "5"),
@@ -572,11 +528,7 @@ ROWS = (
             ("warmup_epochs", {}, "main_loss alone"),  # nothing to do
         ],
         parts=warm_up,
-        left_out={
-            "reference": "Its course is compared in tests/losses/test_warmup.py.",
-            "graph": KEEPS_STATE,
-            "half": OF_PARTS,
-        },
+        left_out={"reference": "test_warmup.py compares its course.", "graph": KEEPS_STATE, "half": OF_PARTS},
     ),
 )
 LOSSES: dict[str, Loss] = {row.name: row for row in ROWS}
@@ -589,15 +541,9 @@ FORMS: dict[str, Form] = {
 }
 OF_POOL = [name for name, form in FORMS.items() if form.loss.is_pooled]
 
-# The tests that a loss may be left out of. Where one is, the test shows that it does not hold.
-FAMILIES = {
-    "reference": "The values are compared with a slow definition.",
-    "graph": "It compiles into one graph.",
-    "func": "Transforms of torch.func give its gradient.",
-    "transforms": "A transform of torch is right, or refused in one sentence.",
-    "half": "Half precision gives what float32 gives, rounded once.",
-    "meta": "Tensors of the meta device have the shapes of others.",
-}
+# The tests that a loss may be left out of: values of a slow definition, one graph, the gradient by torch.func, other
+# transforms, half precision and the shapes of meta tensors. Where one is, the test shows that it does not hold.
+FAMILIES = ("reference", "graph", "func", "transforms", "half", "meta")
 
 
 @contextmanager

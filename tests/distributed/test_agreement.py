@@ -78,13 +78,6 @@ def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank
         assert losses[0] == losses[1]
 
 
-def test_gather_distributed_is_checked_where_it_is_set() -> None:
-    """In the forward an exception of one rank would leave the others waiting."""
-    loss = fullrank.SmoothAPLoss(num_classes=1)
-    with pytest.raises(TypeError, match="gather_distributed: expected None, True or False, got 'yes'"):
-        loss.gather_distributed = "yes"  # type: ignore[assignment]
-
-
 @on_ranks()
 def test_the_header_carries_any_total_and_every_word(rank: int) -> None:
     """Numbers and tensors of any kind arrive as float64, in rank order; rows and checksums as they are."""

@@ -11,10 +11,8 @@ import pytest
 import reference
 import torch
 from loss_cases import FORMS, NAN, draw, step
-from on_ranks import on_ranks
 from reference import Rows
 from torch import Tensor
-from workers import error_of
 
 from fullrank import PAUCAtBudgetLoss, RetrievalSmoothAPLoss, SmoothAPLoss
 from fullrank.kernels import spread as spreads
@@ -243,21 +241,6 @@ def test_constant_scores_have_a_gradient() -> None:
     """A network whose last layer starts at zero can learn."""
     for name in OVER_POOLS:
         assert step(FORMS[name].call(), torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_ranks_compare_the_setting(rank: int) -> None:
-    """The losses are automatic on rank 0 alone."""
-    for form in AUTOMATIC.values():
-        loss = form.make(temperature=None if rank == 0 else 0.05)
-        given = form.arguments(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
-        kind, text = error_of(lambda loss=loss, given=given: loss(**given))
-        assert kind == "RuntimeError"
-        assert "temperature: None on rank 0, 0.05 on rank 1" in text
-        assert "a number or None" in text
 
 
 # --- state and current_temperature -----------------------------------------------------------------------------------

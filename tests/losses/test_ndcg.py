@@ -113,11 +113,6 @@ def test_what_is_refused() -> None:
     scores, relevance, _ = rows_of(30)
     with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
         NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
-    with pytest.raises(RuntimeError, match=r"logits: expected a tensor with values, got .*on the meta device"):
-        NDCGLoss()(scores.to("meta"), relevance.to("meta"))
-    for options in ({"top": 0}, {"gain": "square"}, {"temperature": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            NDCGLoss(**options)
 
 
 def test_unchecked_relevance_below_zero_is_a_gain_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def wrong(rows: dict[str, Loss]) -> dict[str, str]:
         for family, reason in row.left_out.items():
             if family.partition(" ")[0] not in FAMILIES:
                 found[f"{name}, {family}"] = f"expected one of {', '.join(FAMILIES)}"
-            elif not reason.endswith(".") or len(reason.split()) < 4:
+            elif not reason.endswith(".") or len(reason.split()) < 3:
                 found[f"{name}, {family}"] = "expected a reason in one sentence"
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +16,6 @@ from on_ranks import on_ranks
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from workers import error_of
-
-from fullrank import losses
 
 # The warnings of the losses are tested elsewhere. The first use of forward mode makes torch warn of its own scripting.
 pytestmark = [
@@ -96,37 +95,21 @@ def second_derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
     return torch.func.grad(slope)(x), (ends[0] - ends[1]) / 1e-4
 
 
-def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slope along a tangent, and the same from the gradient."""
-    tangent = torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
-    return torch.func.jvp(function, (x,), (tangent,))[1], (gradient_of(function, x) * tangent).sum()
-
-
-def dual_tensors(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same by hand."""
+def dual_tensors(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, Tensor]:
+    """Return the slope along x by forward mode, and the same from the gradient."""
     with forward_ad.dual_level():
         slope = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
-    assert slope is not None
     return slope, (gradient_of(function, x) * x).sum()
 
 
-def vmap(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses of a batch, and those of each."""
-    batch = torch.stack([x, x * 2])
-    return torch.vmap(function)(batch), torch.stack([function(one) for one in batch])
-
-
-def vmap_of_gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a batch, and those of each."""
-    batch = torch.stack([x, x * 2])
-    return torch.vmap(torch.func.grad(function))(batch), torch.stack([gradient_of(function, one) for one in batch])
-
-
 FORWARD, BATCH = "expected reverse-mode differentiation, got forward mode", "expected plain tensors, got a batch of "
-TRANSFORMS = {
+# What is found, what is right, and how it is refused.
+TRANSFORMS: dict[Callable[..., tuple[Any, Tensor]], str] = {
     second_derivative: "expected a first derivative, got a second one",
-    **dict.fromkeys((forward_mode, dual_tensors), FORWARD),
-    **dict.fromkeys((vmap, vmap_of_gradients), BATCH),
+    dual_tensors: FORWARD,
+    lambda f, x: (torch.func.jvp(f, (x,), (x.cos(),))[1], (gradient_of(f, x) * x.cos()).sum()): FORWARD,
+    lambda f, x: (torch.vmap(f)(torch.stack([x, 2 * x])), torch.stack([f(x), f(2 * x)])): BATCH,
+    lambda f, x: (torch.vmap(torch.func.grad(f))(x[None]), gradient_of(f, x)[None]): BATCH,
 }
 
 
@@ -145,12 +128,6 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
             outcomes.append(kind)
         if name in FORMS and FORMS[name].loss.kind in ("classes", "elements", "tokens"):
             assert {*outcomes} == {"none"}
-
-
-def test_queries_of_unknown_number_are_refused() -> None:
-    x, targets, indexes = torch.zeros(8, 1, device="meta"), *torch.zeros(2, 8, dtype=torch.long, device="meta")
-    with pytest.raises(RuntimeError, match="indexes: expected a tensor with values"):
-        losses.smooth_ap(x, targets, indexes=indexes)
 
 
 # Autocast: what a loss sums over a pool, half precision cannot hold
