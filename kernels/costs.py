@@ -38,6 +38,7 @@ class Costs(NamedTuple):
     many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
     plain_pairs: int  # pairs of all rows, of all classes, up to which Smooth-AP sums them all without reading a value
     similarities_at_once: int  # entries of a matrix of similarities that are held at a time
+    reads_freely: bool  # the host reads a value without waiting, so that listing the positives pays
 
     def pairs_are_faster(self, num_pairs: int, num_rows: int, num_bins: int = 0) -> bool:
         """Return whether summing the pairs directly is faster than bins for the rows, with ``num_bins`` coarse bins."""
@@ -66,6 +67,7 @@ _CPU = Costs(
     many_rows=600_000,
     plain_pairs=0,
     similarities_at_once=2**20,
+    reads_freely=True,
 )
 
 # What stands for every type of device that is not listed; nothing of it was measured. The sizes of chunks fill an
@@ -89,6 +91,7 @@ _ACCELERATOR = Costs(
     many_rows=0,
     plain_pairs=2**24,
     similarities_at_once=2**25,
+    reads_freely=False,
 )
 
 # By device type. The values of "cpu" were measured on two cores.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .pairs import chunk_size, chunks_of_pairs
-from .registration import register
+from .registration import register, scaled
 
 MOST_POWERS = 100
 # The values of 1 / lambda for :func:`tilts_of_budget`. With a small budget scores stay close together in training, and
@@ -35,8 +35,16 @@ _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be 
 POWER = 10_000  # pairs that take as long as one power of a few rows
 
 
-def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> Tensor:
-    """Return the risks (C, Q) float64.
+def entropic_risk(
+    queries: Tensor,
+    keys: Tensor,
+    inside: Tensor,
+    scales: Tensor,
+    tilts: Tensor,
+    share: Tensor,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of the risks over the queries (C,) float64, and the risks (C, Q), which have no gradient.
 
     Args:
         queries: (C, Q), float32 or float64.
@@ -44,14 +52,24 @@ def entropic_risk(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor,
         inside: (C, K) bool, the keys that count, n of them; without any the risk is 0.
         scales: (C,), > 0, detached.
         tilts: (C,) float64, lambda > 0 of each class; on the CPU where the host knows it.
+        share: (C, Q), what each query weighs in the mean.
+        weight: (C, K) > 0 where ``inside``: a key counts as so many; None for 1.
     """
-    risks: Tensor = _entropic_risk(queries, keys, inside, scales.double(), tilts)[0]
-    return risks
+    with_grad = torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
+    results = _entropic_risk(queries, keys, inside, scales.double(), tilts, share, weight, with_grad)
+    mean: Tensor = results[0]
+    return mean, results[1]
 
 
 @torch.no_grad()
 def tilts_of_budget(
-    queries: Tensor, share: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, budget: float
+    queries: Tensor,
+    share: Tensor,
+    keys: Tensor,
+    inside: Tensor,
+    scales: Tensor,
+    budget: float,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Return the lambda (C,) float64, 1/m each, with which about ``budget`` of the keys of each class count.
 
@@ -65,6 +83,7 @@ def tilts_of_budget(
         inside: (C, K) bool, the keys that count.
         scales: (C,), > 0.
         budget: > 0 and <= 1, of the number of keys inside.
+        weight: (C, K) > 0 where ``inside``: a key counts as so many; None for 1.
     """
     multiples = torch.tensor(MULTIPLES, dtype=torch.float64).to(keys.device, non_blocking=True)
     if keys.shape[1] == 0:
@@ -75,8 +94,10 @@ def tilts_of_budget(
     mean = (queries.double().clamp(lowest, highest) * share).sum(dim=1, keepdim=True)
     losses = _softplus((keys - mean) / scales.double()[:, None])
     below = losses - losses.masked_fill(~inside, 0.0).amax(dim=1, keepdim=True)
-    columns = torch.stack([below.masked_fill_(~inside, -1e30), torch.ones_like(below)], dim=2)  # [C, K, 2]
-    goal = inside.sum(dim=1).double().log() + math.log(budget)  # [C]
+    below, count = below.masked_fill_(~inside, -1e30), inside if weight is None else _masked(weight.double(), inside)
+    ones = torch.ones_like(below) if weight is None else count
+    columns = torch.stack([below if weight is None else below * count, ones], dim=2)  # [C, K, 2]
+    goal = count.sum(dim=1).double().log() + math.log(budget)  # [C]
 
     parts = multiples[:, None, None].split(chunk_size(keys, below.numel()))
     sums = torch.cat([torch.einsum("mck,cks->mcs", (part * below).exp_(), columns) for part in parts])
@@ -101,75 +122,71 @@ def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
     return powers if most == 1 or most * (POWER + num_rows) < queries.numel() * keys.shape[1] else []
 
 
-def _risks(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the risks, and the tilts on the host, so that the backward does not wait for them again."""
-    on_host = tilts.to("cpu", copy=True)
-    return _risks_at(queries, keys, inside, scales, on_host), on_host
-
-
-def _risks_at(queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor) -> Tensor:
-    powers = _num_powers(tilts, queries, keys)
-    of_class = tilts.to(scales.device, non_blocking=True)  # [C]
-    if powers and keys.shape[1]:
-        terms, most, _ = _powers(queries, keys, inside, scales, powers)
-        if len(terms) == 1:
-            return of_class[:, None] * _softplus(most)
-        total = _minus(terms, most).exp_().sum(dim=0)
-        return of_class[:, None] * _softplus(most + total.log())
+def _risks_and_gradients(
+    queries: Tensor,
+    keys: Tensor,
+    inside: Tensor,
+    scales: Tensor,
+    tilts: Tensor,
+    share: Tensor,
+    weight: Tensor | None,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the mean (C,), the risks (C, Q), and the gradients of queries and keys, empty unless ``with_grad``."""
+    on_host = tilts.to("cpu")
+    powers, of_class = _num_powers(on_host, queries, keys), tilts.to(scales.device, non_blocking=True)
     risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
-    if keys.shape[1] == 0:
-        return risks
-    any_above = bool((tilts > 1).any())
-    for c, q in chunks_of_pairs(queries, keys):
-        losses = _softplus(_distances(queries[c, q], keys[c], scales[c])).masked_fill_(~inside[c, None], -math.inf)
-        most, lam = losses.amax(dim=2, keepdim=True), of_class[c, None, None]
-        below = _minus(losses, most).div_(lam)
-        count = inside[c].sum(dim=1).clamp_min(1)[:, None, None].double()
-        if any_above:  # the exponents may be so small that their exponentials are 1 to the last bit
-            log_mean = torch.log1p(below.expm1_().masked_fill_(~inside[c, None], 0.0).sum(dim=2, keepdim=True) / count)
-        else:
-            log_mean = torch.log(below.exp_().sum(dim=2, keepdim=True) / count)
-        risks[c, q] = torch.where(most == -math.inf, 0.0, most + lam * log_mean)[:, :, 0]
-    return risks
-
-
-def _gradients(
-    grad: Tensor, queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, tilts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries and keys."""
-    grad = grad / scales[:, None]
-    powers = _num_powers(tilts, queries, keys)
-    of_class = tilts.to(scales.device, non_blocking=True)
+    weight = None if weight is None else weight.double()
+    rates = share / scales[:, None]  # of the queries in the gradient
+    of_queries, of_keys = (torch.zeros_like(rows, dtype=torch.float64) for rows in (queries, keys))
     if powers and keys.shape[1]:
-        terms, most, z_keys = _powers(queries, keys, inside, scales, powers)
-        if len(terms) == 1:
-            pull = grad * of_class[:, None] * most.sigmoid()
-            of_keys = _softmax(z_keys) * pull.sum(dim=1, keepdim=True)
-            return (-pull).to(queries.dtype), of_keys.to(keys.dtype)
+        log_weight = None if weight is None else torch.where(inside, weight, 1.0).log()
+        terms, most, z_keys = _powers(queries, keys, inside, scales, powers, log_weight)
         parts = _minus(terms, most).exp_()  # [m, C, Q]
         total = parts.sum(dim=0)
-        degrees = _degrees(len(terms), z_keys)
-        flow = parts.mul_(grad * of_class[:, None] * (most + total.log()).sigmoid() / total).mul_(degrees)
-        of_queries, flows, of_keys = -flow.sum(dim=0), flow.sum(dim=2, keepdim=True), torch.zeros_like(z_keys)
-        for n in _chunks_of_powers(len(terms), z_keys):
-            of_keys += (_softmax(degrees[n] * z_keys) * flows[n]).sum(dim=0)
-        return of_queries.to(queries.dtype), of_keys.to(keys.dtype)
-    grads = torch.zeros_like(grad), torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
-    if keys.shape[1] == 0:
-        return grads[0].to(queries.dtype), grads[1].to(keys.dtype)
-    for c, q in chunks_of_pairs(queries, keys):
-        distances = _distances(queries[c, q], keys[c], scales[c])
-        losses = _softplus(distances).masked_fill_(~inside[c, None], -math.inf)
-        weights = _minus(losses, losses.amax(dim=2, keepdim=True)).div_(of_class[c, None, None]).exp_()
-        weights = weights.masked_fill_(~inside[c, None], 0.0)
-        slope = weights / _or_one(weights.sum(dim=2, keepdim=True)) * distances.sigmoid_() * grad[c, q, None]
-        grads[0][c, q] = -slope.sum(dim=2)
-        grads[1][c] += slope.sum(dim=1)
-    return grads[0].to(queries.dtype), grads[1].to(keys.dtype)
+        top = most if len(terms) == 1 else most + total.log()
+        risks = of_class[:, None] * _softplus(top)
+        if with_grad:
+            degrees = _degrees(len(terms), z_keys)
+            flow = parts.mul_(rates * of_class[:, None] * top.sigmoid() / total).mul_(degrees)
+            of_queries, flows = -flow.sum(dim=0), flow.sum(dim=2, keepdim=True)
+            for n in _chunks_of_powers(len(terms), z_keys):
+                of_keys += (_softmax(_logs(degrees[n], z_keys, log_weight)) * flows[n]).sum(dim=0)
+    elif keys.shape[1]:
+        any_above = bool((on_host > 1).any())
+        count = (inside.sum(dim=1, keepdim=True) if weight is None else _masked(weight, inside).sum(1, True)).double()
+        for c, q in chunks_of_pairs(queries, keys):
+            distances, outside = _distances(queries[c, q], keys[c], scales[c]), ~inside[c, None]
+            losses = _softplus(distances).masked_fill_(outside, -math.inf)
+            most, lam, number = losses.amax(dim=2, keepdim=True), of_class[c, None, None], _or_one(count[c])[:, None]
+            below = _minus(losses, most).div_(lam)
+            # For lambda > 1 the exponents may be so small that their exponentials are 1 to the last bit.
+            parts = below.expm1() if any_above else below.exp_()
+            summed = parts.masked_fill_(outside, 0.0) if weight is None else _masked(parts * weight[c, None], ~outside)
+            ratio = summed.sum(dim=2, keepdim=True) / number
+            log_mean = ratio.log1p() if any_above else ratio.log()
+            risks[c, q] = torch.where(most == -math.inf, 0.0, most + lam * log_mean)[:, :, 0]
+            if with_grad:
+                if any_above:
+                    summed = below.exp_() if weight is None else below.exp_() * weight[c, None]
+                slope = _masked(summed, ~outside)
+                slope = slope / _or_one(slope.sum(dim=2, keepdim=True)) * distances.sigmoid_() * rates[c, q, None]
+                of_queries[c, q] = -slope.sum(dim=2)
+                of_keys[c] += slope.sum(dim=1)
+    # A key at +inf gives padding, and queries without weight, an infinite risk; 0 times it is NaN.
+    mean = torch.where(share > 0, risks * share, 0.0).sum(dim=1)
+    if not with_grad:
+        return mean, risks, queries.new_empty(0), keys.new_empty(0)
+    return mean, risks, of_queries.to(queries.dtype), of_keys.to(keys.dtype)
 
 
 def _powers(
-    queries: Tensor, keys: Tensor, inside: Tensor, scales: Tensor, powers: list[int]
+    queries: Tensor,
+    keys: Tensor,
+    inside: Tensor,
+    scales: Tensor,
+    powers: list[int],
+    log_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log C(m, n) + L_n - n z_q for n = 1..m (m, C, Q), the largest of them (C, Q), and z of the keys (C, K).
 
@@ -185,9 +202,11 @@ def _powers(
     lowest = (inside & (keys == -math.inf)).any(dim=1, keepdim=True)
     z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
     count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
+    if log_weight is not None:
+        count = _or_one(_masked(log_weight.exp(), inside).sum(dim=1, keepdim=True))
     degrees, log_means = _degrees(max(powers), z_keys), []
     for n in _chunks_of_powers(max(powers), z_keys):
-        parts, highest = _exponentials(degrees[n] * z_keys)
+        parts, highest = _exponentials(_logs(degrees[n], z_keys, log_weight))
         log_means.append(parts.sum(dim=-1, keepdim=True).log() + highest - count.log())  # L_n [n, C, 1]
     logs = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(1, max(powers) + 1)]
     binomials = torch.tensor(logs, dtype=z_keys.dtype).to(z_keys.device, non_blocking=True)[:, :, None]
@@ -200,6 +219,12 @@ def _powers(
 def _degrees(m: int, like: Tensor) -> Tensor:
     """Return 1..m (m, 1, 1)."""
     return torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None, None]
+
+
+def _logs(degrees: Tensor, z_keys: Tensor, log_weight: Tensor | None) -> Tensor:
+    """Return the logarithms of the powers of the keys, times their weights, (n, C, K)."""
+    logs = degrees * z_keys
+    return logs if log_weight is None else logs.add_(log_weight)
 
 
 def _chunks_of_powers(m: int, keys: Tensor) -> list[slice]:
@@ -237,18 +262,28 @@ def _minus(x: Tensor, most: Tensor) -> Tensor:
     return torch.where(x == most, 0.0, x - most)
 
 
+def _masked(values: Tensor, inside: Tensor) -> Tensor:
+    return torch.where(inside, values, 0.0)
+
+
 def _or_one(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1.0, total)
 
 
+def _scaled(grad: Tensor, _: Tensor, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+    of_queries, of_keys = (scaled(gradient.t(), grad).t() for gradient in (of_queries, of_keys))
+    return of_queries, of_keys
+
+
 _entropic_risk = register(
     "entropic_risk",
-    forward=_risks,
-    fake=lambda queries, *_: (
+    forward=_risks_and_gradients,
+    fake=lambda queries, keys, *others: (
+        queries.new_empty(queries.shape[0], dtype=torch.float64),
         torch.empty_like(queries, dtype=torch.float64),
-        torch.empty(len(queries), dtype=torch.float64, device="cpu"),
+        torch.empty_like(queries) if others[-1] else queries.new_empty(0),  # with_grad
+        torch.empty_like(keys) if others[-1] else keys.new_empty(0),
     ),
-    saved=lambda inputs, output: ((*inputs[:4], output[1]), ()),
-    backward=_gradients,
-    fake_backward=lambda grad, queries, keys, *_: (torch.empty_like(queries), torch.empty_like(keys)),
+    saved=lambda inputs, outputs: ((outputs[0], *outputs[2:]), ()),
+    backward=_scaled,
 )

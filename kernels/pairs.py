@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .costs import costs_of
@@ -20,12 +19,6 @@ class Problem(NamedTuple):
     row_of: Tensor  # [P] int64: its row
     share: Tensor  # [P] float64: its weight in the mean of its class; may have a stride of 0
     temperature: float
-
-
-def numpy_can_sum(scores: Tensor, num_pairs: int) -> bool:
-    """Return whether numpy, which starts an operation faster than torch, sums ``num_pairs`` of ``scores`` faster."""
-    is_number = scores.dtype in (torch.float32, torch.float64)
-    return scores.is_cpu and is_number and num_pairs <= costs_of(scores.device).pairs_at_once
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:

@@ -1,6 +1,6 @@
 """Weighted sums of sigmoids of score differences, pair by pair or by bins.
 
-:func:`sigmoid_sums` is public; two variants take checked arguments and a temperature for each class. Below them are the
+:func:`sigmoid_sums` is public; a variant takes checked arguments and a temperature for each class. Below them are the
 choice between pairs and bins, the forward and the backward, and the tables of bins.
 """
 
@@ -83,12 +83,6 @@ def sigmoid_sums(
     inputs = [tensor.to(dtype) if batched else tensor.to(dtype)[None] for tensor in (queries, keys, weights)]
     sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, _may_need_grad(weights))[0].to(queries.dtype)
     return sums if batched else sums[0]
-
-
-def sigmoid_sums_of_checked(queries: Tensor, keys: Tensor, weights: Tensor, temperature: float) -> Tensor:
-    """Return the sums (C, Q, n) of :func:`sigmoid_sums` for checked arguments, float32 or float64."""
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, temperature, "auto", None, _may_need_grad(weights))[0]
-    return sums
 
 
 def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temperatures: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _loss_of(
     share = positives.mass * factor.masked_fill(has_nan, math.nan)[positives.class_of]
     loss, gradient = _at_levels(shard.pool.scores.detach(), shard, positives, share, rule)
     loss = loss.masked_fill(has_nan, math.nan)
-    if gradient is not None and rule.threshold_gradient:  # else only positives have a gradient
+    if gradient is not None:
         gradient.masked_fill_(loss.isnan()[:, None], math.nan)  # the loss may also be NaN by inf - inf on some rank
     return PerClass(shard.attach(loss, gradient), valid)
 
@@ -172,7 +172,7 @@ def _slopes(scores: Tensor, rule: _Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Return slopes of this rank's reference rows (L, C, N), their sums and a distance for each, (C, L) float64.
 
     The slopes are divided by ``exp(-distance / tau)``, so that their sum does not underflow. The distance is from the
-    nearest reference row of this rank, or 0 if the level is the score of a reference row; see threshold_gradient.py.
+    nearest reference row of this rank, or 0 if the level is the score of a reference row; see kernels/below_levels.py.
     """
     levels, _, taus, reference, _ = rule
     num_classes, num_levels = levels.base.shape

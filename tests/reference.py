@@ -13,6 +13,7 @@ concatenation of theirs, in rank order.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
@@ -436,13 +437,13 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         chances = [_soft_tpr(i, knots, tau) for i in numerator]
         if band.threshold_gradient and not carriers(reference_rows):
             chances = [chance.detach() for chance in chances]
-    values = [chance.item() for chance in chances]
-    mean = sum(values) / len(values)
+    values, masses = [chance.item() for chance in chances], [row.weight for row in numerator]
+    mean = sum(map(operator.mul, masses, values)) / sum(masses)
     stats = {
         "t_alpha": t_alpha,
         "t_beta": t_beta,
         "tau_eff": tau,
-        "pauc_var": sum((value - mean) ** 2 for value in values) / len(values),
+        "pauc_var": sum(mass * (value - mean) ** 2 for mass, value in zip(masses, values)) / sum(masses),
         "band_neg_count": sum(j.iid for j in in_band),
         "grad_pos_count": sum(row.positive and row.live for row in problem),
     }

@@ -307,8 +307,8 @@ class PAUCAtBudgetLoss(RankingLoss):
         Args:
             return_diagnostics: also return ``stats``, a dict of tensors (C,): the band edges ``t_alpha`` and
                 ``t_beta``; the temperature ``tau_eff``, which is the scale with ``"dro"``; ``band_neg_count``, the iid
-                negatives inside the band; ``pauc_var``, the variance over positives of their share of the area, of
-                their loss with ``"dro"``; ``grad_pos_count``, the positives of all ranks that carry gradient.
+                negatives inside the band; ``pauc_var``, the weighted variance over positives of their share of the
+                area, of their loss with ``"dro"``; ``grad_pos_count``, the positives of all ranks that carry gradient.
 
         Returns:
             The loss, ``LossWithClasses``, ``LossWithStats`` or ``LossWithClassesAndStats``, as requested.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...errors import check_choice, check_number, check_positive, expected
+from ...kernels.below_levels import Carriers, below_levels, shares_below
 from ...kernels.entropic_risk import entropic_risk, tilts_of_budget
 from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ...kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..rows import has_values
-from .balanced_thresholds import detach_outside, threshold_with_gradient
 from .pool import PerClass, Pool, positive_shares, propagate_nan
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]
@@ -138,8 +138,12 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         flat = has_positive & (thresholds.has_reference ^ thresholds.resolved)
     tilts: Tensor | None = None
     if area.surrogate == "trapezoid":
-        missed, flat_class = _trapezoid(pool, reference, numerator, thresholds, valid, area), first_flat(flat)
-        mask: Tensor | None = numerator
+        assert thresholds.edges is not None
+        knots, rule, share = thresholds.edges.where(valid), trapezoid_rule(area.n_knots), share * valid[:, None]
+        carriers = Carriers(reference, pool.live) if area.threshold_gradient else None
+        losses = below_levels(pool.scores, share, knots, rule, thresholds.tau, carriers)
+        missed = shares_below(pool.scores, knots, rule, thresholds.tau) if with_stats else losses
+        flat_class = first_flat(flat)
     else:
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
         if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
@@ -158,29 +162,34 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
                 tilts = tilts_of_budget(queries, share, points, counted, thresholds.tau, area.beta)
             else:
                 tilts = torch.full((len(queries),), area.dro_lambda, dtype=torch.float64, device="cpu")
-            missed = entropic_risk(queries, points, counted, thresholds.tau, tilts)  # [C, P]
-            # A negative at +inf gives padding, and positives without weight, an infinite loss; 0 times it is NaN.
-            missed = torch.where(share > 0, missed, 0.0)
+            losses, missed = entropic_risk(queries, points, counted, thresholds.tau, tilts, share)  # [C], [C, P]
         else:
             weights = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # equal, with a sum of 1 in each class
             if inside is not None:
                 weights = (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)
             missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], thresholds.tau).squeeze(2)
-    per_class = PerClass(propagate_nan((missed * share).sum(dim=1) * valid, pool), valid)
+            losses = (missed * share).sum(dim=1)
+        losses = propagate_nan(losses * valid, pool)
+    per_class = PerClass(losses, valid)
     if not with_stats:
         return MissedArea(per_class, flat_class, None, tilts)
     assert thresholds.edges is not None
     band = _in_band(pool, negative, thresholds)
-    missed, inside = missed.detach(), torch.ones_like(share, dtype=torch.bool) if mask is None else mask
-    count, inside = inside.sum(dim=1).clamp_min(1), inside.to(missed)
-    mean = (missed * inside).sum(dim=1) / count  # [C], over the positives
-    variance = ((missed - mean[:, None]) ** 2 * inside).sum(dim=1) / count
+    missed = torch.where(share > 0, missed.detach(), 0.0)
+    mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives
+    variance = ((missed - mean) ** 2 * share).sum(dim=1)
     ends = thresholds.edges.value
     floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": thresholds.tau, "pauc_var": variance.to(ends)}
     counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
     stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
     return MissedArea(per_class, flat_class, stats, tilts)
+
+
+def trapezoid_rule(num_knots: int) -> list[float]:
+    """Return the weights of equally spaced knots on an interval of length 1."""
+    step = 1.0 / (num_knots - 1)
+    return [step / 2, *[step] * (num_knots - 2), step / 2]
 
 
 def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
@@ -212,31 +221,6 @@ def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_ref
     if area.surrogate != "dro":
         scale = scale * temperature
     return Thresholds(edges, torch.where(usable, scale.to(ones), ones), has_reference & usable, has_reference)
-
-
-def _trapezoid(
-    pool: Pool, reference: Tensor, numerator: Tensor, thresholds: Thresholds, valid: Tensor, area: PartialArea
-) -> Tensor:
-    """Return (C, M) the area that each positive misses, by the trapezoid rule over the knots."""
-    assert thresholds.edges is not None
-    filling = _filling(thresholds, valid)
-    queries = torch.where(numerator & valid[:, None], pool.scores, filling)
-    step = 1.0 / (area.n_knots - 1)  # on an interval of length 1
-    rule = [step / 2, *[step] * (area.n_knots - 2), step / 2]
-    weights = torch.tensor(rule, dtype=thresholds.edges.base.dtype, device="cpu").to(queries.device, non_blocking=True)
-    weights = weights.expand_as(thresholds.edges.base)
-    knots, with_slope = thresholds.edges.where(valid), None
-    points, tau = knots.movable.to(queries.dtype), thresholds.tau
-    if area.threshold_gradient:
-        points, with_slope = threshold_with_gradient(knots, pool, reference, numerator, tau)
-    if knots.offset is None:
-        sums = sigmoid_sums_of_classes(queries, points, weights[:, :, None], tau).squeeze(2)
-        return detach_outside(sums, with_slope)
-    # Each knot is a class of its own, whose scores are shifted so that the base of the knot is 0.
-    distances = (queries[:, None] - knots.base[:, :, None]).flatten(0, 1)  # [C K, P]
-    taus = tau.repeat_interleave(weights.shape[1])
-    sums = sigmoid_sums_of_classes(distances, points.reshape(-1, 1), weights.reshape(-1, 1, 1), taus)
-    return detach_outside(sums.view(*weights.shape, -1).sum(dim=1), with_slope)
 
 
 def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:

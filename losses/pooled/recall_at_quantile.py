@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ...errors import check_choice, check_number, expected
+from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
-from ...kernels.sigmoid_sums import sigmoid_sums_of_checked
 from ..arguments import completed
-from ..rows import has_values
-from .balanced_thresholds import detach_outside, threshold_with_gradient
 from .base import PoolOptions, RankingLoss
 from .hints import Setting
 from .pauc_surrogates import PartialArea
-from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, propagate_nan, reduce_values
+from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 
@@ -94,25 +91,10 @@ def _per_class(
 ) -> PerClass:
     """Return one minus the smooth recall of each class."""
     share, valid = positive_shares(pool, pool.positive)
-    threshold = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
-    # The positives alone, which are few. An infinite negative at an infinite threshold would give NaN, even times 0.
-    rows: Tensor | None = None
-    if pool.scores.shape[0] == 1 and has_values(pool.scores):
-        rows = pool.positive[0].nonzero()[:, 0]
-        scores, share = pool.scores.index_select(1, rows), share.index_select(1, rows)
-    else:
-        scores = pool.scores.masked_fill(~pool.positive, 0.0)
-    point, with_slope = threshold.movable.to(pool.scores.dtype), None
-    if threshold_gradient:
-        taus = threshold.base.new_full(threshold.base.shape[:1], temperature)
-        point, with_slope = threshold_with_gradient(threshold, pool, pool.member, pool.positive, taus)
-        if rows is not None and with_slope is not None:
-            with_slope = with_slope.index_select(1, rows)
-    if threshold.offset is not None:
-        scores = scores - threshold.base
-    below = sigmoid_sums_of_checked(scores, point, torch.ones_like(point)[:, :, None], temperature).squeeze(2)
-    below = detach_outside(below, with_slope)
-    return PerClass(propagate_nan((below * share).sum(dim=1), pool), valid)
+    levels = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
+    taus = levels.base.new_full(levels.base.shape[:1], temperature)
+    carriers = Carriers(pool.member, pool.live) if threshold_gradient else None
+    return PerClass(below_levels(pool.scores, share, levels, [1.0], taus, carriers), valid)
 
 
 @completed(recall_at_quantile)
