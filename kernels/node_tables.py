@@ -186,17 +186,17 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
 def beyond_reach(totals: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B) the sum of ``totals`` (..., B) over the bins to the right beyond reach, where a sigmoid is 1."""
     if ids is None:
-        suffix = _suffix_sums(totals[..., reach + 1 :])
+        suffix = suffix_sums(totals[..., reach + 1 :])
         return F.pad(suffix, (0, totals.shape[-1] - suffix.shape[-1]))
     first = torch.searchsorted(ids, ids + reach, right=True)
-    suffix = F.pad(_suffix_sums(totals), (0, 1))  # [..., B + 1]: sum over each bin and all to its right
+    suffix = F.pad(suffix_sums(totals), (0, 1))  # [..., B + 1]: sum over each bin and all to its right
     return suffix[..., first.clamp_max(totals.shape[-1])]
 
 
 _BLOCK = 256
 
 
-def _suffix_sums(values: Tensor) -> Tensor:
+def suffix_sums(values: Tensor) -> Tensor:
     """Return (..., n) the sum over each of ``values`` (..., n) and all to its right.
 
     CUDA has no deterministic cumsum of floating-point numbers and raises under torch.use_deterministic_algorithms. So
@@ -208,7 +208,7 @@ def _suffix_sums(values: Tensor) -> Tensor:
     if count <= _BLOCK:
         return values @ _triangle(_BLOCK, values.device)[:count, :count]
     blocks = F.pad(values, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # [..., blocks, 256]
-    beyond = _suffix_sums(blocks.sum(dim=-1)[..., 1:])  # [..., blocks - 1]
+    beyond = suffix_sums(blocks.sum(dim=-1)[..., 1:])  # [..., blocks - 1]
     sums = blocks @ _triangle(_BLOCK, values.device) + F.pad(beyond, (0, 1))[..., None]
     return sums.flatten(-2)[..., :count]
 

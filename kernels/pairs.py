@@ -10,7 +10,7 @@ from .costs import costs_of
 
 
 class Problem(NamedTuple):
-    """The rows of a call of Smooth-AP and the weights of the positives."""
+    """The rows of a call of Smooth-AP and their weights."""
 
     scores: Tensor  # [C, M]
     positive: Tensor  # [C, M] bool
@@ -19,6 +19,22 @@ class Problem(NamedTuple):
     row_of: Tensor  # [P] int64: its row
     share: Tensor  # [P] float64: its weight in the mean of its class; may have a stride of 0
     temperature: float
+    key_weight: Tensor | None = None  # [M] or [C, M]: the weight of each row where it is compared, None for 1
+
+    def at_positives(self, weight: Tensor) -> Tensor:
+        """Return the weight of each listed positive, [P] float64, from ``weight`` (M,) or (C, M)."""
+        return weight_at(weight, self.class_of, self.row_of)
+
+    @property
+    def weight_of_negatives(self) -> Tensor | None:
+        """The weight of each row that is not a positive, and 0 for the positives: [C, M]; None for 1."""
+        weight = self.key_weight
+        return None if weight is None else weight.expand_as(self.scores).masked_fill(self.positive, 0.0)
+
+
+def weight_at(weight: Tensor, class_of: Tensor, row_of: Tensor) -> Tensor:
+    """Return the entries of ``weight`` (M,) or (C, M) for the classes and rows, (P,) each, in float64."""
+    return (weight[row_of] if weight.ndim == 1 else weight[class_of, row_of]).double()
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:

@@ -98,16 +98,25 @@ def upper_levels(
     fractions: Sequence[float],
     interpolation: str = "higher",
     num_members: int | None = None,
+    weight: Tensor | None = None,
 ) -> Levels:
     """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores.
 
-    ``num_members`` is the number of members of a single class; None counts them.
+    With weights w the rank of a row is the weight below it, divided by that of all other rows: (k - 1) / (n - 1) where
+    all weights are equal. So at most the share q of the weight is strictly above the (1 - q) quantile ``"higher"``.
+    Of rows with the same score the lightest is the highest. O(M log M) time.
+
+    Args:
+        num_members: the number of members of a single class; None counts them.
+        weight: (M,), > 0 for members; None for 1.
     """
     scores = scores.detach()
     num_rows = scores.shape[1]
     if num_rows == 0:
         base = scores.new_zeros(scores.shape[0], len(fractions))
         return Levels(base, base.double() if interpolation in BLENDED else None)
+    if weight is not None:
+        return _weighted_levels(scores, member, weight, fractions, interpolation)
     last: Tensor | int = max(0, (num_rows if member is None or num_members is None else num_members) - 1)
     if member is None or num_members is not None:
         find = _ranks_on_host if are_numbers_in_memory(scores) else _ranks_on_host.__wrapped__
@@ -123,6 +132,38 @@ def upper_levels(
     else:
         at_ranks = _select_by_sorting(scores, member, ranks, last, fractions)
     return blend(at_ranks, weight)
+
+
+def _weighted_levels(
+    scores: Tensor, member: Tensor | None, weight: Tensor, fractions: Sequence[float], interpolation: str
+) -> Levels:
+    lightest_first = weight.argsort(stable=True)
+    scores, weight = scores[:, lightest_first], weight[lightest_first]
+    member = torch.ones_like(scores, dtype=torch.bool) if member is None else member[:, lightest_first]
+    ordered, order = _filled(scores, member, -math.inf).sort(dim=1, descending=True, stable=True)
+    mass = torch.where(member, weight, 0.0).double().gather(1, order)
+    above, others = mass.cumsum(dim=1) - mass, mass.sum(dim=1, keepdim=True) - mass
+    place = torch.where(others > 0, above / others, 0.0)  # [C, M] from 0 for the top score to 1
+    last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
+    q = torch.tensor(fractions, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
+    q = q.expand(len(scores), -1).contiguous()  # [C, L]
+    upper = (torch.searchsorted(place, q * (1 + _SNAP), right=True) - 1).clamp_min(0).minimum(last)
+    lower = torch.searchsorted(place, q * (1 - _SNAP)).minimum(last)
+    if interpolation == "higher":
+        return Levels(ordered.gather(1, upper), None)
+    if interpolation == "lower":
+        return Levels(ordered.gather(1, lower), None)
+    distance = place.gather(1, lower) - place.gather(1, upper)
+    share = torch.where(distance > 0, (place.gather(1, lower) - q) / distance, 0.0).clamp(
+        0.0, 1.0
+    )  # of the upper score
+    if interpolation == "nearest":
+        is_tie = (share - 0.5).abs() <= _SNAP
+        is_upper = torch.where(is_tie, (last - lower) % 2 == 1, share > 0.5)  # half to even
+        return Levels(ordered.gather(1, torch.where(is_upper, upper, lower)), None)
+    if interpolation == "midpoint":
+        share = torch.where(distance > 0, 0.5, 0.0).double()
+    return blend(ordered.gather(1, torch.cat([lower, upper], dim=1)), share)
 
 
 def _shares_above(fractions: Sequence[float]) -> Tensor:

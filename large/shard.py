@@ -14,6 +14,7 @@ from ..distributed.header import Agreement
 from ..kernels.registration import with_gradients
 from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
 from ..losses.pooled.pool import Pool
+from ..losses.rows import scaled_weight, weight_unit
 
 
 class Shard(NamedTuple):
@@ -26,14 +27,18 @@ class Shard(NamedTuple):
     positives: tuple[float, ...]  # of all classes together, of each rank
     low: float  # the lowest score of all ranks, NaN if one is NaN; inf without rows
     high: float
-    must_gather: bool  # a rank has rows for which there is no form by sums
 
     @staticmethod
     def of(pool: Pool, exchange: Exchange, scale: int, agreed: Agreement[Any]) -> Shard:
-        """Return the shard with the totals of the header: :func:`totals_of`, and whether the rows must be gathered."""
-        positives, low, high, must_gather = numpy.array(agreed.totals).T
+        """Return the shard with the totals of the header: :func:`totals_of`. The pool gets weights of a common unit."""
+        positives, low, high, heaviest = numpy.array(agreed.totals).T
         ends = float(low.min()), float(high.max())  # NaN if one is
-        return Shard(pool, exchange, scale, agreed.rows, tuple(positives.tolist()), *ends, bool(must_gather.any()))
+        weight = pool.rows.sample_weight
+        if weight is not None:
+            of_rows = torch.tensor(heaviest[numpy.array(agreed.rows) > 0], dtype=torch.float64, device="cpu")
+            is_constant = pool.weighting == "rows" and bool(((of_rows == of_rows[:1]) & (of_rows > 0)).all())
+            pool.weight = None if is_constant else scaled_weight(weight, weight_unit(of_rows.abs()), pool.scores.dtype)
+        return Shard(pool, exchange, scale, agreed.rows, tuple(positives.tolist()), *ends)
 
     @property
     def num_rows(self) -> int:
@@ -68,14 +73,21 @@ class Positives(NamedTuple):
 
 
 @torch.no_grad()
-def totals_of(pool: Pool) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
-    """Return the totals of a shard for the header: number of positives, lowest and highest score."""
+def totals_of(pool: Pool) -> tuple[Tensor | float, ...]:
+    """Return the totals of a shard for the header: number of positives, ends of the scores, largest weight.
+
+    The last is negative if the weights are not all equal.
+    """
     if not pool.scores.numel():
-        return 0.0, math.inf, -math.inf
+        return 0.0, math.inf, -math.inf, 0.0
     for_low, for_high = pool.scores, pool.scores
     if pool.member is not None:
         for_low, for_high = (pool.scores.masked_fill(~pool.member, end) for end in (math.inf, -math.inf))
-    return pool.positive.sum(), for_low.amin(), for_high.amax()  # NaN if a score is NaN
+    heaviest: Tensor | float = 0.0
+    if pool.rows.sample_weight is not None:
+        lightest, heaviest = pool.rows.sample_weight.aminmax()
+        heaviest = torch.where(lightest == heaviest, heaviest, -heaviest)
+    return pool.positive.sum(), for_low.amin(), for_high.amax(), heaviest  # NaN if a score is NaN
 
 
 def spread_over_shards(shard: Shard) -> float | None:

@@ -28,7 +28,7 @@ from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from ..losses.base import compiled_where_local
 from ..losses.pooled.base import Given
 from ..losses.pooled.pool import LossWithClasses, PerClass, Pool, reduce_values
-from ..losses.rows import Batch, weight_unit
+from ..losses.rows import Batch
 from .shard import Shard, spread_over_shards, totals_of
 from .smooth_ap import smooth_ap_of_shard
 from .thresholds import recall_of_shard, trapezoid_of_shard
@@ -63,7 +63,7 @@ class ShardedLoss(nn.Module):
             rank.
 
     Numerics:
-        The sums are float64. Thresholds are exact. Rows are gathered if a weight is above 2**64, or 2**512 in float64.
+        The sums are float64. Thresholds are exact.
 
     Distributed:
         One header forward, and None backward. Then ``SmoothAPLoss`` has one sum over the ranks; one more exchange each
@@ -172,11 +172,9 @@ class ShardedLoss(nn.Module):
             check_shardable(loss)
             rows = loss._check(given, group)
             check_rows(rows.tensors)
-            pool, weight = Pool(rows), rows.sample_weight
-            # Huge weights are divided by a unit, which the ranks would have to share.
-            is_huge = weight is not None and bool(weight_unit(weight) != 1)
+            pool = Pool(rows, weighting=loss.weighting)
             facts = loss._facts({"loss": type(loss).__name__})
-            return Offer((pool, rows), facts, totals=(*totals_of(pool), is_huge), tensors=rows.tensors, stays=True)
+            return Offer((pool, rows), facts, totals=totals_of(pool), tensors=rows.tensors, stays=True)
 
         agreed = agree_on(CALL, group, bring)
         pool, rows = agreed.value
@@ -190,8 +188,6 @@ class ShardedLoss(nn.Module):
         The choice depends only on numbers that are equal on all ranks.
         """
         loss = self.loss
-        if shard.must_gather:
-            return None
         if isinstance(loss, PAUCAtBudgetLoss):
             per_class, flat_class = trapezoid_of_shard(shard, loss._area, loss.temperature)
             if flat_class is not None and loss.validate_args:

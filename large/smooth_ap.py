@@ -7,11 +7,14 @@ moments
 
         own rows -> moments ==all-reduce==> fields -> loss, polynomials -> gradient of own rows
 
+    With weights of the rows the fields are read at the positives of each rank, and a second all-reduce adds up the loss
+    and the moments of their rates.
+
 positives
     Only the positives travel: their scores are gathered, and two sums for each are reduced. This form requires no bins.
     It is for scores so far apart that most bins would be empty, and for many classes, where a row has one positive and
     C scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
-    R_N / (R_N + R_P + 1/2), because R_P contains the pair of i with itself::
+    R_N / (R_N + R_P + 1/2), because R_P contains the pair of i with itself. With weights of the rows it is w_i / 2::
 
         positives ==all-gather==> sums over own rows ==all-reduce==> loss, slopes -> gradient of own rows as keys
                                                                  gradient of the positives as queries ==all-reduce==>
@@ -22,6 +25,7 @@ The cheapest form by ``COSTS`` is used. Where gathering the rows is cheaper than
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +57,7 @@ def smooth_ap_of_shard(shard: Shard, temperature: float) -> PerClass | None:
         "moments": math.inf,
     }
     if bins.window <= most_bins(shard.num_rows):
-        num_tables = 2.0 if pool.weight is None else 3.0
+        num_tables = 2.0 if pool.weight is None else 3.0 if pool.key_weight is None else 4.0
         bytes_of["moments"] = 16.0 * num_tables * order.p * num_classes * bins.num_fine
     form = min(COSTS, key=lambda name: COSTS[name] * bytes_of[name])
     if form == "gather":
@@ -102,9 +106,9 @@ def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tens
     return moved, ends, undefined, clashes
 
 
-def _shares_of(total: Tensor, positives: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+def _shares_of(total: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors on the weights of positives and the valid classes, both (C,), from sums over all ranks."""
-    valid = (total > 0) & (members > positives)
+    valid = (total > 0) & (negatives > 0)
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
 
@@ -114,13 +118,15 @@ def _by_moments(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the loss (C,) float64, the gradient of the rows (C, N), and the validity (C,)."""
     pool = shard.pool
-    rows = Problem(scores, pool.positive, pool.member, *Positives.of(pool), temperature)
+    key_weight = pool.key_weight
+    rows = Problem(scores, pool.positive, pool.member, *Positives.of(pool), temperature, key_weight)
     moments = moments_of(rows, bins, order, find_places(rows, bins))
     sums = shard.exchange.sum(torch.stack(moments[: 2 if pool.weight is None else 3]), "the moments")
     del moments
-    members, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))
-    factor, valid = _shares_of(total, positives, members)
-    read = slice(None if shard.needs_gradient else 0)  # the loss reads no row
+    first, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))
+    factor, valid = _shares_of(total, first - positives if key_weight is None else first)
+    # Without weights of the rows the loss reads none.
+    read = slice(None if shard.needs_gradient or key_weight is not None else 0)
     rows = Problem(
         scores[:, read],
         pool.positive[:, read],
@@ -129,8 +135,10 @@ def _by_moments(
         rows.row_of[read],
         (rows.share * factor[rows.class_of])[read],
         temperature,
+        key_weight,
     )
-    loss, gradient = smooth_ap_binned(rows, bins, order, shard.needs_gradient, sums, factor)
+    add = partial(shard.exchange.sum, what="the rates of the positives")
+    loss, gradient = smooth_ap_binned(rows, bins, order, shard.needs_gradient, sums, factor, add)
     return loss, gradient if shard.needs_gradient else None, valid
 
 
@@ -148,14 +156,20 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
     weight = mass[0] if mass else torch.ones_like(x)
     groups = _groups(class_of, num_classes)
 
-    # Two sums for each positive over this rank's negatives and positives, and the number of its rows in each class.
+    # Two sums for each positive over this rank's negatives and positives, and for each class the number of its rows, or
+    # the weight of its negatives.
     sums = x.new_zeros(2 * x.numel() + num_classes)
-    sums[2 * x.numel() :] = scores.shape[1] if pool.member is None else pool.member.sum(dim=1)
+    key_weight = pool.key_weight
+    if key_weight is None:
+        sums[2 * x.numel() :] = scores.shape[1] if pool.member is None else pool.member.sum(dim=1)
+    else:
+        sums[2 * x.numel() :] = (pool.negative * key_weight).sum(dim=1)
     at_positives, graphs = sums[: 2 * x.numel()].view(-1, 2), []
     for classes, place in groups:
         real = place >= 0
         queries = x[place.clamp_min(0)]  # [c, q], some of them padding
         kinds = torch.stack([pool.negative[classes], pool.positive[classes]], dim=2).double()
+        kinds = kinds if key_weight is None else kinds.mul_(key_weight[:, None])
         keys = scores[classes].double()
         with torch.set_grad_enabled(with_grad):
             queries.requires_grad_(with_grad)
@@ -165,10 +179,11 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
         graphs.append((queries, keys, class_sums))
     sums = exchange.sum(sums, "the sums at the positives")
     r_n, r_p = sums[: 2 * x.numel()].view(-1, 2).unbind(dim=1)
-    r_p = r_p + 0.5
-    members = sums[2 * x.numel() :]
-    positives = torch.bincount(class_of, minlength=num_classes).double()
-    factor, valid = _shares_of(x.new_zeros(num_classes).index_add_(0, class_of, weight), positives, members)
+    r_p = r_p + (0.5 if key_weight is None else weight / 2)
+    total, negatives = x.new_zeros(num_classes).index_add_(0, class_of, weight), sums[2 * x.numel() :]
+    if key_weight is None:
+        negatives = negatives - torch.bincount(class_of, minlength=num_classes)
+    factor, valid = _shares_of(total, negatives)
     share = weight * factor[class_of]
     loss = x.new_zeros(num_classes).index_add_(0, class_of, share * (r_n / (r_n + r_p)))
     if not with_grad:

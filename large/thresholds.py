@@ -73,7 +73,9 @@ def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> t
 
 
 def _pays(shard: Shard, num_fractions: int, interpolation: str) -> bool:
-    """Return whether the counts are fewer bytes than the rows."""
+    """Return whether the counts are fewer bytes than the rows; quantiles of weighted rows are no counts."""
+    if shard.pool.key_weight is not None:
+        return False
     (num_classes, _), dtype = shard.pool.scores.shape, shard.pool.scores.dtype
     counts = 16.0 * num_counts(dtype, num_classes, num_fractions, interpolation)
     rows = shard.num_rows * (num_classes * dtype.itemsize + 8.0)

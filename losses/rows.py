@@ -39,7 +39,7 @@ class TargetRule(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights in compute dtype."""
+    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights in float64."""
 
     logits: Tensor  # [N, C]
     targets: Tensor  # [N] or [N, C]
@@ -122,7 +122,7 @@ def check_batch(
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
     if sample_weight is not None:
         _check_row_tensor("sample_weight", sample_weight, logits)
-        sample_weight, check = weight_and_check(sample_weight, compute_dtype(logits.dtype), validate_args)
+        sample_weight, check = weight_and_check(sample_weight, torch.float64, validate_args)
         if check is not None:
             check.read()
     if indexes is not None:
@@ -274,19 +274,23 @@ def class_range_check(raw: Tensor, targets: Tensor, bad: Tensor, num_classes: in
 def weight_and_check(
     sample_weight: Tensor, dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None]:
-    """Return the weights detached and in ``dtype``, and the check that all are finite and >= 0; None if not wanted."""
+    """Return the weights detached, and the check that all are finite and >= 0; None if not wanted.
+
+    They are in ``dtype``, or in float64 if they are: :func:`scaled_weight` converts them.
+    """
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
     sample_weight = sample_weight.detach()
+    sample_weight = sample_weight.to(torch.promote_types(sample_weight.dtype, dtype))
     if not (validate_args and has_values(sample_weight)):
-        return sample_weight.to(dtype), None
+        return sample_weight, None
     bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
 
     def error() -> Exception:
         return ValueError(expected("sample_weight", "finite numbers >= 0", sample_weight[bad][0].item()))
 
-    return sample_weight.to(dtype), DeviceCheck(bad.any(), error)
+    return sample_weight, DeviceCheck(bad.any(), error)
 
 
 def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
@@ -357,13 +361,25 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}  # its bits
+
+
 def weight_unit(weight: Tensor) -> Tensor:
-    """Return the number to divide weights by, so that no sum of them overflows: 1, or a power of two if one is huge."""
-    large = 2.0**64 if weight.dtype == torch.float32 else 2.0**512
+    """Return the power of two next below the largest weight, float32 or float64, a scalar.
+
+    Divided by it, which changes no digit, the largest weight is in [1, 2). So no sum overflows, and weights that the
+    dtype of the scores cannot represent, such as exp(-200), can be converted to it.
+    """
     if weight.numel() == 0:
         return weight.new_ones(())
-    most = weight.amax()
-    return torch.where(most > large, torch.full_like(most, large), torch.ones_like(most))
+    dtype, exponent = _EXPONENT[weight.dtype]
+    return (weight.amax().view(dtype) & exponent).view(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+def scaled_weight(weight: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``weight / unit`` in ``dtype``. A weight > 0 stays > 0: a positive of no weight would be ranked 0 / 0."""
+    scaled = (weight / unit).to(dtype).clamp_min_(torch.finfo(dtype).tiny)
+    return scaled.masked_fill_(weight == 0, 0.0)
 
 
 def unit_rows(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
 from ..losses.pooled.pool import PerClass, Pool
-from .ranking_metric import Average, RankingMetric
+from .ranking_metric import Average, RankingMetric, mass_of
 
 
 def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
@@ -79,20 +79,19 @@ class PAUCAtBudget(RankingMetric):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class, over the width of the band."""
         scores, order = pool.scores.sort(dim=1, descending=True)
-        num_positive = pool.positive.sum(dim=1, keepdim=True)  # [C, 1]
-        num_negative = pool.negative.sum(dim=1, keepdim=True)
-        # Counts of rows above a threshold just below each score, the highest score first. Of tied scores only the last
-        # is a threshold.
-        positives = pool.positive.gather(1, order).cumsum(dim=1)  # [C, M]
-        rows = pool.everyone.gather(1, order).cumsum(dim=1)
+        # The mass of the rows above a threshold just below each score, the highest score first. Of tied scores only the
+        # last is a threshold.
+        of_positives, of_rows = mass_of(pool.positive, pool), mass_of(pool.everyone, pool)
+        positives, rows = of_positives.gather(1, order).cumsum(dim=1), of_rows.gather(1, order).cumsum(dim=1)
+        num_positive, num_rows = of_positives.sum(dim=1, keepdim=True), of_rows.sum(dim=1, keepdim=True)  # [C, 1]
+        num_negative = mass_of(pool.negative, pool).sum(dim=1, keepdim=True)
         last_of_tie = torch.ones_like(pool.positive)
         # Compared, not subtracted: the difference of two equal infinities is NaN.
         last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
-        tpr = positives.to(pool.scores) / num_positive.clamp_min(1)
+        tpr = positives / torch.where(num_positive > 0, num_positive, 1.0)
+        spent = rows / num_rows
         if self.budget_basis == "fpr":
-            spent = (rows - positives).to(pool.scores) / num_negative.clamp_min(1)
-        else:
-            spent = rows.to(pool.scores) / (num_positive + num_negative)
+            spent = (rows - positives) / torch.where(num_negative > 0, num_negative, 1.0)
         area = _area_between(spent, tpr, last_of_tie, self.alpha, self.beta)
         valid = (num_positive > 0) & (num_negative > 0)
         return PerClass(area / (self.beta - self.alpha), valid[:, 0])

@@ -44,7 +44,7 @@ class RankingMetric(GatheredMetric):
 
     Numerics:
         Every row that is not ignored is kept until :meth:`reset`: 4 * num_classes + 8 bytes for float32 or
-        half-precision logits. The value is computed and returned in float64.
+        half-precision logits, and 8 for a weight. The value is computed and returned in float64.
 
     Distributed:
         Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
@@ -60,6 +60,10 @@ class RankingMetric(GatheredMetric):
     plot_legend_name = "Class"
     own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
 
+    row_states = "logits", "targets", "weights"
+    logits: list[Tensor]
+    targets: list[Tensor]
+    weights: list[Tensor]
     target_rule: Tensor
 
     def __init__(
@@ -72,8 +76,8 @@ class RankingMetric(GatheredMetric):
         super().__init__(**kwargs)
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
         self.multi_hot, self.result_shape = multi_hot, (num_classes,) if average is None else ()
-        self.add_state("logits", default=[], dist_reduce_fx="cat")
-        self.add_state("targets", default=[], dist_reduce_fx="cat")
+        for name in self.row_states:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
         # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
         # targets differently must not share it, so the rule by which targets are read is part of the state.
         rule = torch.tensor([num_classes, ignore_index, int(multi_hot)])
@@ -87,11 +91,13 @@ class RankingMetric(GatheredMetric):
         *,
         preds: Tensor | None = None,
         target: Tensor | None = None,
+        sample_weight: Tensor | None = None,
     ) -> None:
         """Add rows.
 
         Args:
             logits: (N, C) raw scores of any floating dtype, or (N,) when C = 1; half precision is kept as float32.
+            sample_weight: (N,) >= 0: a row of weight w counts as w rows, as in scikit-learn. None for 1.
             preds, target: other names of ``logits`` and ``targets``, those of torchmetrics.
 
         Raises:
@@ -102,7 +108,7 @@ class RankingMetric(GatheredMetric):
         logits = _value_or_alias("logits", logits, "preds", preds)
         targets = _value_or_alias("targets", targets, "target", target)
         try:
-            batch = check_batch(logits, targets, None, None, self._rule)
+            batch = check_batch(logits, targets, None, sample_weight, self._rule)
         except (TypeError, ValueError) as error:  # with the names that the caller used
             message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None
@@ -110,16 +116,19 @@ class RankingMetric(GatheredMetric):
         is_kept = is_kept.any(dim=1) if self.multi_hot else is_kept
         self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[is_kept])
         self.targets.append(batch.targets[is_kept])
+        one = torch.ones((), dtype=torch.float64, device=batch.logits.device)  # expanded, it takes no memory
+        weight = batch.sample_weight
+        self.weights.append(one.expand(len(self.targets[-1])) if weight is None else weight.double()[is_kept])
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
-        logits, targets = self.rows()
-        if self.has_rows_of_all_ranks and len(targets) == 0:
+        rows = self.rows()
+        if self.has_rows_of_all_ranks and len(rows[0]) == 0:
             rank_zero_warn(
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
             )
-        pool = self._make_pool(logits, targets)
+        pool = self._make_pool(*rows)
         values, valid = self.compute_per_class(pool)
         has_nan = pool.scores.isnan().any(dim=1)  # [C]
         values = values.masked_fill(has_nan | ~valid, math.nan)
@@ -143,20 +152,22 @@ class RankingMetric(GatheredMetric):
         scores, positive = pool.scores[class_index][member], pool.positive[class_index][member]
         if scores.isnan().any():
             raise ValueError(expected(f"the scores of class {class_index}", "numbers", Words("NaN")))
-        return ReviewCurve.of(scores, positive)
+        return ReviewCurve.of(scores, positive, None if pool.key_weight is None else pool.key_weight[member])
 
-    def _make_pool(self, logits: Tensor, targets: Tensor) -> Pool:
+    def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Pool:
         rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _IGNORE_NONE)
-        return Pool(Batch(logits, targets, rule=rule))
+        return Pool(Batch(logits, targets, sample_weight=weights, rule=rule))
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return all rows of the state: (M, C) float64, and (M,) int64 or (M, C), in these dtypes even without rows."""
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all rows, in these dtypes even without rows: (M, C) float64, (M,) int64 or (M, C), (M,) float64."""
         dtype = self._rule.dtype
         if self.logits:
-            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(dtype)
+            weights = torch.cat(self.weights).to(torch.float64)
+            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(dtype), weights
         device = torch.device("cpu") if self.compute_on_cpu else self.device
         logits = torch.empty(0, self.num_classes, dtype=torch.float64, device=device)
-        return logits, torch.empty((0, self.num_classes) if self.multi_hot else 0, dtype=dtype, device=device)
+        targets = torch.empty((0, self.num_classes) if self.multi_hot else 0, dtype=dtype, device=device)
+        return logits, targets, torch.empty(0, dtype=torch.float64, device=device)
 
     @property
     def _rule(self) -> TargetRule:
@@ -166,6 +177,11 @@ class RankingMetric(GatheredMetric):
         """Return the hyper-parameters."""
         names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def mass_of(mask: Tensor, pool: Pool) -> Tensor:
+    """Return what each row of ``mask`` (C, M) counts as, float64, 0 for the others."""
+    return mask.double() if pool.key_weight is None else mask * pool.key_weight
 
 
 def _value_or_alias(name: str, value: Tensor | None, alias_name: str, alias: Tensor | None) -> Tensor:

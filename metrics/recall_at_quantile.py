@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from ..errors import check_choice
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import PartialArea
 from ..losses.pooled.pool import PerClass, Pool
 from ..losses.pooled.recall_at_quantile import check_quantile
-from .ranking_metric import Average, RankingMetric
+from .ranking_metric import Average, RankingMetric, mass_of
 
 
 @completed(PartialArea)
@@ -57,10 +59,11 @@ class RecallAtQuantile(RankingMetric):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the recall of each class."""
-        threshold = upper_levels(pool.scores, pool.member, [self.quantile], self.quantile_interpolation)  # [C, 1]
-        positives = pool.positive.sum(dim=1)  # [C]
+        rule = [self.quantile], self.quantile_interpolation
+        threshold = upper_levels(pool.scores, pool.member, *rule, weight=pool.key_weight)  # [C, 1]
+        positives = mass_of(pool.positive, pool)  # [C, M]
         reached, _ = threshold.compare(pool.scores)
-        caught = (pool.positive & reached).sum(dim=1)  # [C]
-        recall = caught.to(pool.scores) / positives.clamp_min(1)
+        total = positives.sum(dim=1)  # [C]
+        recall = (positives * reached).sum(dim=1) / torch.where(total > 0, total, 1.0)
         # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
-        return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), positives > 0)
+        return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), total > 0)

@@ -25,20 +25,21 @@ class ReviewCurve(NamedTuple):
         [4.0, 3.0, 2.0, 1.0]
     """
 
-    budget: Tensor  # share of the rows that is reviewed
+    budget: Tensor  # share of the rows that is reviewed; all shares are of the weight where rows have weights
     precision: Tensor  # share of the reviewed rows that are positives
     recall: Tensor  # share of the positives that are reviewed; NaN without a positive
     threshold: Tensor
 
     @staticmethod
-    def of(scores: Tensor, positive: Tensor) -> ReviewCurve:
-        """Return the curve of ``scores`` (M,), of which none is NaN, and ``positive`` (M,), bool."""
+    def of(scores: Tensor, positive: Tensor, weight: Tensor | None = None) -> ReviewCurve:
+        """Return the curve of ``scores`` (M,), of which none is NaN, ``positive`` (M,), bool, and ``weight`` (M,)."""
         scores, order = scores.double().sort(descending=True)
         is_last = torch.ones_like(scores, dtype=torch.bool)  # of tied scores only the last is a threshold
         is_last[:-1] = scores[1:] != scores[:-1]
-        reviewed = torch.arange(1, len(scores) + 1, device=scores.device)[is_last].double()
-        caught = positive[order].cumsum(0)[is_last].double()
-        return ReviewCurve(reviewed / len(scores), caught / reviewed, caught / positive.sum(), scores[is_last])
+        mass = torch.ones_like(scores) if weight is None else weight[order].double()
+        reviewed, caught = mass.cumsum(0), (mass * positive[order]).cumsum(0)
+        budget, recall = reviewed / reviewed[-1:], caught / caught[-1:]
+        return ReviewCurve(budget[is_last], (caught / reviewed)[is_last], recall[is_last], scores[is_last])
 
     def plot(self, ax: Any = None) -> Any:
         """Draw precision and recall, and the threshold on an axis of its own; return figure and axes, as torchmetrics.

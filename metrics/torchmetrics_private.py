@@ -33,17 +33,16 @@ from ..losses.base import SAME_ARGUMENTS
 
 
 class GatheredMetric(Metric):
-    """A metric whose state is rows of logits and targets; all ranks gather them in one block, by the same collectives.
+    """A metric whose state is rows of tensors; all ranks gather them in one block, by the same collectives.
 
-    A subclass adds the two list states, ``rows()`` and ``result_shape``.
+    A subclass adds a list state for each name in ``row_states``, ``rows()`` and ``result_shape``.
     """
 
-    logits: list[Tensor]
-    targets: list[Tensor]
+    row_states: tuple[str, ...]
     result_shape: tuple[int, ...]  # of the value of ``compute``
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return all rows of the state, in the same dtypes even without rows."""
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return all rows of each state, in the same dtypes even without rows."""
         raise NotImplementedError
 
     @property
@@ -51,7 +50,7 @@ class GatheredMetric(Metric):
         """True while the state is that of all ranks, as in a ``compute`` that synchronizes."""
         return self._is_synced
 
-    def synchronized_rows(self) -> tuple[Tensor, Tensor]:
+    def synchronized_rows(self) -> tuple[Tensor, ...]:
         """Return the rows that ``compute`` sees; a collective where that synchronizes."""
         synchronizes = self._to_sync and not self._is_synced
         with self.sync_context(self.dist_sync_fn, should_sync=synchronizes, should_unsync=synchronizes):
@@ -119,7 +118,8 @@ class GatheredMetric(Metric):
             call, facts = f"{type(self).__name__}.sync", {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
             rows = gather_agreed(call, resolved, lambda: Offer(None, facts, tensors=self.rows())).tensors
         # New lists: the old ones may be shared with other metrics of a MetricCollection.
-        self.logits, self.targets = [rows[0]], [rows[1]]
+        for name, tensor in zip(self.row_states, rows):
+            setattr(self, name, [tensor])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatheredMetric:
         """Copy everything except the process group, which cannot be copied. The copy shares it, as with the losses."""

@@ -96,7 +96,7 @@ class MemoryQueue(nn.Module):
         else:
             self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._iid = torch.ones(rows, dtype=torch.bool, device=device)
-        self._weight = torch.ones(rows, dtype=dtype, device=device)
+        self._weight = torch.ones(rows, dtype=dtype, device=device)  # in float64 from the first such weights on
         self.reset()
 
     @torch.inference_mode(False)
@@ -212,8 +212,9 @@ class MemoryQueue(nn.Module):
             self._allocate(logits.device, dtype)  # nothing was stored on the meta device
         if self._logits.device != logits.device or self._logits.dtype != dtype:
             self._logits = self._logits.to(logits.device, dtype)
-            self._weight = self._weight.to(logits.device, dtype)
             self._move_to(logits.device)
+        if sample_weight is not None:
+            self._weight = self._weight.to(torch.promote_types(self._weight.dtype, sample_weight.dtype))
         stored = (self._logits, self._targets, self._iid, self._weight)
         rows = (logits, targets, iid_mask, sample_weight)
         return [None if new is None else new.detach().to(old) for new, old in zip(rows, stored)]
@@ -242,7 +243,10 @@ class MemoryQueue(nn.Module):
         words[:columns] = logits.view(bits).T
         words[columns:-2] = targets.T if self.multi_hot else targets
         bits_of_one = 127 << 23 if bits is library.int32 else 1023 << 52
-        _write(words[-2], None if weight is None else weight.view(bits), bits_of_one)
+        if weight is not None:
+            with numpy.errstate(over="ignore"):
+                weight = (weight.to if library is torch else weight.astype)(logits.dtype).view(bits)
+        _write(words[-2], weight, bits_of_one)
         _write(words[-1], iid)
         numbers[size:] += self._num_enqueued
         factors = _mix_bits(numbers + _MIX[2]) | 1
@@ -336,7 +340,8 @@ class MemoryQueue(nn.Module):
         device = state["logits"].device if self._logits.is_meta else self._logits.device
         dtype = torch.float64 if state["is_double"] else torch.float32
         self._logits = state["logits"].to(device, dtype, copy=True).contiguous()
-        self._weight = state["sample_weight"].to(device, dtype, copy=True).contiguous()
+        weight_dtype = torch.float64 if state["has_weights"] else dtype
+        self._weight = state["sample_weight"].to(device, weight_dtype, copy=True).contiguous()
         self._targets = state["targets"].to(device, self._targets.dtype, copy=True).contiguous()
         self._iid = state["iid_mask"].to(device, copy=True).contiguous()
         self._checksum = state["checksum"].to(device, copy=True)

@@ -48,6 +48,7 @@ class Row(NamedTuple):
     iid: bool
     live: bool
     weight: float
+    mass: float = 1.0  # how many rows it counts as where rows are compared, and in rates and quantiles
 
 
 Problem = list[Row]
@@ -146,8 +147,13 @@ def _pooled(
     reduction: str,
     ignore_index: int,
     queue_keep: str,
+    weighting: str = "positives",
 ) -> Result:
-    outcomes = [formula(problem) for problem in problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)]
+    """With ``weighting="rows"`` rows of weight 0 are none, and the others have their weight as ``mass``."""
+    classes = problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)
+    if weighting == "rows":
+        classes = [[row._replace(mass=row.weight) for row in problem if row.weight] for problem in classes]
+    outcomes = [formula(problem) for problem in classes]
     return _reduce([loss for loss, _ in outcomes], live.logits, reduction, [stats for _, stats in outcomes])
 
 
@@ -171,25 +177,36 @@ def smooth_ap(
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
+    weighting: str = "rows",
 ) -> Result:
-    """1 - mean over P of (1 + sum over j in P, j != i, of s((x_j - x_i) / t)) / (1 + the same over all j != i)."""
-    if temperature is None:
-        temperature = 0.1 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
+    """1 - weighted mean over P of (w_i + sum over j in P, j != i, of w_j s((x_j - x_i) / t)) / (the same over all j).
 
-    def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
+    Rows of weight 0 are none. With ``weighting="positives"`` the mean alone has weights.
+    """
+    classes = problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)
+    if weighting == "rows":
+        classes = [[row for row in problem if row.weight] for problem in classes]
+    if temperature is None:
+        temperature = 0.1 * spread(classes)
+
+    def above(i: Row, rows: list[Row]) -> Tensor:
+        """Return the weight of i, and of the other rows times their sigmoids."""
+        total = torch.tensor(i.weight if weighting == "rows" else 1.0, dtype=torch.float64)
+        for j in rows:
+            if j is not i:
+                total = total + (j.weight if weighting == "rows" else 1) * torch.sigmoid(
+                    (j.score - i.score) / temperature
+                )
+        return total
+
+    losses: list[Tensor | None] = []
+    for problem in classes:
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0 or len(positives) == len(problem):
-            return None, {}
-        precisions = []
-        for i in positives:
-            other_positives = _column([j for j in positives if j is not i])
-            others = _column([j for j in problem if j is not i])
-            rank_pos = 1 + torch.sigmoid((other_positives - i.score) / temperature).sum()
-            rank_all = 1 + torch.sigmoid((others - i.score) / temperature).sum()
-            precisions.append(rank_pos / rank_all)
-        return 1 - _weighted_mean(precisions, positives), {}
-
-    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
+            losses.append(None)
+        else:
+            losses.append(1 - _weighted_mean([above(i, positives) / above(i, problem) for i in positives], positives))
+    return _reduce(losses, live.logits, reduction, [{}])
 
 
 def smooth_ap_of_queries(
@@ -279,8 +296,15 @@ def upper_quantile(values: list[float], q: float | Fraction, interpolation: str 
     return sum(upper_level(values, q, interpolation))
 
 
-def upper_level(values: list[float], q: float | Fraction, interpolation: str = "higher") -> tuple[float, float]:
-    """Return the (1 - q) quantile as one of the values and what is added to it."""
+def upper_level(
+    values: list[float], q: float | Fraction, interpolation: str = "higher", masses: list[float] | None = None
+) -> tuple[float, float]:
+    """Return the (1 - q) quantile as one of the values and what is added to it.
+
+    A value of mass m has the rank of all mass below it over that of all others, times n - 1: k - 1 for equal masses.
+    """
+    if masses is not None and len(set(masses)) > 1:
+        return _weighted_level(values, q, interpolation, masses)
     ordered = sorted(values)
     rank = (1 - exact(q)) * (len(ordered) - 1)
     lower, upper = math.floor(rank), math.ceil(rank)
@@ -295,6 +319,28 @@ def upper_level(values: list[float], q: float | Fraction, interpolation: str = "
         return (low, 0.0) if low == high else (low, (high - low) / 2)
     assert interpolation == "linear"
     return (low, 0.0) if low == high else (low, (high - low) * float(rank - lower))
+
+
+def _weighted_level(
+    values: list[float], q: float | Fraction, interpolation: str, masses: list[float]
+) -> tuple[float, float]:
+    ordered = sorted(zip(values, masses), key=lambda pair: (pair[0], -pair[1]))  # of equal values the lightest is last
+    total, below, places = sum(map(Fraction, masses)), Fraction(0), []
+    for _, mass in ordered:
+        places.append(below / (total - Fraction(mass)))
+        below += Fraction(mass)
+    place = 1 - exact(q)
+    lower = max(k for k, each in enumerate(places) if each <= place)
+    upper = min(k for k, each in enumerate(places) if each >= place)
+    share = (place - places[lower]) / (places[upper] - places[lower]) if upper != lower else Fraction(0)
+    low, high = ordered[lower][0], ordered[upper][0]
+    if interpolation in ("lower", "higher"):
+        return (low if interpolation == "lower" else high), 0.0
+    if interpolation == "nearest":
+        is_upper = upper % 2 == 0 if share == Fraction(1, 2) else share > Fraction(1, 2)
+        return (high if is_upper else low), 0.0
+    share = Fraction(1, 2) if interpolation == "midpoint" else share
+    return (low, 0.0) if low == high or upper == lower else (low, (high - low) * float(share))
 
 
 # --- thresholds ------------------------------------------------------------------------------------------------------
@@ -329,7 +375,7 @@ def carry(base: float, offset: float, reference: list[Row], positives: list[Row]
         return threshold
     slopes = shares_of([i.score.item() - base - offset for i in positives], [i.weight for i in positives], tau)
     rho = sum(slope for slope, i in zip(slopes, positives) if i.live)
-    shares = shares_of([j.score.item() - base - offset for j in rows], [1.0] * len(rows), tau)
+    shares = shares_of([j.score.item() - base - offset for j in rows], [j.mass for j in rows], tau)
     return threshold + rho * sum(share * (j.score - j.score.detach()) for share, j in zip(shares, rows))
 
 
@@ -347,23 +393,28 @@ def recall_at_quantile(
     ignore_index: int = -100,
     queue_keep: str = "all",
     threshold_gradient: bool = True,
+    weighting: str = "rows",
 ) -> Result:
     """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
     if temperature is None:
-        temperature = 0.3 * spread(problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep))
+        classes = problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)
+        kept = [[row for row in problem if row.weight or weighting == "positives"] for problem in classes]
+        temperature = 0.3 * spread(kept)
 
     def formula(problem: Problem) -> tuple[Tensor | None, dict[str, float]]:
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0:
             return None, {}
-        level = upper_level([row.score.item() for row in problem], quantile, quantile_interpolation)
+        level = upper_level(
+            [row.score.item() for row in problem], quantile, quantile_interpolation, [row.mass for row in problem]
+        )
         threshold = carry(*level, problem, positives, temperature) if threshold_gradient else sum(level)
         chances = [torch.sigmoid((i.score - threshold) / temperature) for i in positives]
         if threshold_gradient and not carriers(problem):
             chances = [chance.detach() for chance in chances]
         return 1 - _weighted_mean(chances, positives), {}
 
-    return _pooled(live, past, formula, reduction, ignore_index, queue_keep)
+    return _pooled(live, past, formula, reduction, ignore_index, queue_keep, weighting)
 
 
 # --- partial AUC -----------------------------------------------------------------------------------------------------
@@ -395,11 +446,12 @@ def pauc_at_budget(
     reduction: str = "mean",
     ignore_index: int = -100,
     queue_keep: str = "all",
+    weighting: str = "rows",
     **band: float | str,
 ) -> Result:
     """The mean over positives of a soft maximum over negatives, or of their mean chance not to exceed the band."""
     settings = Band(**band)
-    return _pooled(live, past, lambda problem: _pauc(problem, settings), reduction, ignore_index, queue_keep)
+    return _pooled(live, past, lambda problem: _pauc(problem, settings), reduction, ignore_index, queue_keep, weighting)
 
 
 def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]]:
@@ -410,8 +462,10 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     if sum(row.weight for row in numerator) == 0 or not negatives or not reference:
         return None, dict(NO_STATS)
 
+    masses = [row.mass for row in reference_rows]
+
     def level(q: float | Fraction) -> float:
-        return upper_quantile(reference, q, band.quantile_interpolation)
+        return sum(upper_level(reference, q, band.quantile_interpolation, masses))
 
     t_alpha, t_beta = level(band.alpha), level(band.beta)
     by_default = 1.0 if band.surrogate == "dro" else level(0.25) - level(0.75)
@@ -428,11 +482,12 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         tilt = _tilt_of_budget(numerator, rivals, tau, band.beta) if band.dro_lambda is None else band.dro_lambda
         chances = [_soft_maximum(i, rivals, tau, tilt) for i in numerator]
     elif band.surrogate == "pairwise":
-        chances = [torch.sigmoid((i.score - _column(in_band)) / tau).mean() for i in numerator]
+        parts = torch.tensor([j.mass for j in in_band], dtype=torch.float64) / sum(j.mass for j in in_band)
+        chances = [torch.sigmoid((i.score - _column(in_band)) / tau) @ parts for i in numerator]
     else:
         knots: list[Tensor | float] = [level(rate) for rate in _rates(band)]
         if band.threshold_gradient:
-            levels = [upper_level(reference, rate, band.quantile_interpolation) for rate in _rates(band)]
+            levels = [upper_level(reference, rate, band.quantile_interpolation, masses) for rate in _rates(band)]
             knots = [carry(*each, reference_rows, numerator, tau) for each in levels]
         chances = [_soft_tpr(i, knots, tau) for i in numerator]
         if band.threshold_gradient and not carriers(reference_rows):
@@ -462,10 +517,11 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
     losses = [max(d, 0.0) + math.log1p(math.exp(-abs(d))) for d in differences]
 
     def distance(m: int) -> float:
-        weights = [math.exp(m * (loss - max(losses))) for loss in losses]
+        weights = [j.mass * math.exp(m * (loss - max(losses))) for j, loss in zip(negatives, losses)]
         shares = [weight / sum(weights) for weight in weights]
-        entropy = -sum(share * math.log(share) for share in shares if share > 0)
-        return entropy - math.log(budget * len(negatives))
+        # Of a negative of mass k as k negatives, each with the k-th part of its share.
+        entropy = -sum(share * math.log(share / j.mass) for j, share in zip(negatives, shares) if share > 0)
+        return entropy - math.log(budget * sum(j.mass for j in negatives))
 
     multiples = range(1, 13)
     above = [m for m in multiples if distance(m) > 1e-9]
@@ -476,7 +532,8 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
 def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
     """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
     losses = torch.stack([-torch.nn.functional.logsigmoid((i.score - j.score) / scale) for j in negatives])
-    return tilt * (torch.logsumexp(losses / tilt, dim=0) - math.log(len(negatives)))
+    masses = torch.tensor([j.mass for j in negatives], dtype=torch.float64)
+    return tilt * (torch.logsumexp(losses / tilt + masses.log(), dim=0) - masses.sum().log())
 
 
 def _rates(band: Band) -> list[Fraction]:

@@ -20,7 +20,7 @@ from torch import Tensor
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # Rows from which threads pay: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
-_ABI = 7  # as in sums.c, which counts changes of its arguments
+_ABI = 8  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
@@ -40,10 +40,10 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         return {}
     functions: dict[torch.dtype, dict[str, Any]] = {}
     for dtype, real in _REALS.items():
-        rows = [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER]
+        rows = [*[_POINTER] * 4, _NUMBER, real, real, _NUMBER, _NUMBER]
         arguments = {
-            "smooth_ap": [*[_POINTER] * 4, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
-            "smooth_ap_of_rows": [*[_POINTER] * 3, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
+            "smooth_ap": [*[_POINTER] * 5, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
+            "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 3],
         }
@@ -70,6 +70,7 @@ def smooth_ap(
     weight: Tensor | None,
     temperature: float,
     with_grad: bool,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None.
 
@@ -81,13 +82,16 @@ def smooth_ap(
     original = scores.detach()
     scores, positive = original.contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
-    weight = None if weight is None else weight.detach().to(scores.dtype).contiguous()
+    weights = [
+        None if given is None else given.detach().to(scores.dtype).contiguous() for given in (weight, key_weight)
+    ]
     # Like the scores, because the default device may be another one.
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
     stride = 0 if weight is None or weight.ndim == 1 else num_rows
-    pool = scores.data_ptr(), positive.data_ptr(), _address(member), _address(weight), stride, num_classes, num_rows
+    masks = positive.data_ptr(), _address(member)
+    pool = scores.data_ptr(), *masks, *map(_address, weights), stride, num_classes, num_rows
     out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
     is_computed = FUNCTIONS[scores.dtype]["smooth_ap"](*pool, temperature, *out)
     if not is_computed:
@@ -101,6 +105,7 @@ def smooth_ap_of_rows(
     scores: Tensor,
     targets: Tensor,
     weight: Tensor | None,
+    key_weight: Tensor | None,
     ignore_index: int,
     temperature: float | None,
     multiple: float,
@@ -114,7 +119,8 @@ def smooth_ap_of_rows(
     Args:
         scores: (M, C) on the host, contiguous, usable, not empty.
         targets: (M,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
-        weight: (M,) in the dtype of the scores, contiguous; None for 1.
+        weight: (M,) in the dtype of the scores, contiguous, of the positives in the mean; None for 1.
+        key_weight: the same, of the rows where they are compared.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         most: pairs of a positive and a row up to which C computes the loss.
@@ -123,7 +129,8 @@ def smooth_ap_of_rows(
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
-    rows = scores.data_ptr(), targets.data_ptr(), _address(weight), num_rows, num_classes, ignore_index
+    pointers = scores.data_ptr(), targets.data_ptr(), _address(weight), _address(key_weight)
+    rows = *pointers, num_rows, num_classes, ignore_index
     out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
     is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
@@ -138,6 +145,7 @@ def moments(
     num_bins: int,
     p: int,
     positive: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Return (p, C, num_bins + 1) float64, the sums over the rows of each bin of the powers of their positions.
 
@@ -149,17 +157,18 @@ def moments(
         num_bins: bins of a class.
         p: powers, from 0 on.
         positive: (1, M) bool: two sums of the only class are returned, of the other rows and of these; None for one.
+        weight: (C, M) in the dtype of the scores, factors of the rows; None for 1.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
-    masks = [None if mask is None else mask.contiguous() for mask in (member, positive)]
+    masks = [None if mask is None else mask.contiguous() for mask in (member, positive, weight)]
     scores, groups = scores.contiguous(), 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        masks_of_part = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
+        rows = [None if row is None else row[c, start:stop].data_ptr() for row in (scores, *masks)]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(scores[c, start:stop].data_ptr(), *masks_of_part, *numbers, tables[part].data_ptr())
+        function(*rows, *numbers, tables[part].data_ptr())
 
     _in_parts(run, num_classes, num_rows, lanes)
     sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
@@ -175,6 +184,7 @@ def evaluate(
     out: Tensor,
     positive: Tensor | None = None,
     of_positives: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> None:
     """Write into ``out`` (C, M) the polynomial of the bin of each row at the row; 0 for a row that takes no part.
 
@@ -182,19 +192,19 @@ def evaluate(
         coefficients: (p, C, num_bins + 1) in the dtype of the scores, 0 in the last bin.
         scores: (C, M), and the arguments after it: as in :func:`moments`.
         of_positives: the same in float64 for the rows that are ``positive``.
+        weight: as in :func:`moments`, not for the rows that are ``positive``.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
-    masks = [None if mask is None else mask.contiguous() for mask in (member, positive)]
+    masks = [None if mask is None else mask.contiguous() for mask in (member, positive, weight)]
     scores = scores.contiguous()
     tables = coefficients.permute(1, 2, 0).contiguous()
     exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
     num_bins, p = tables.shape[1] - 1, tables.shape[2]
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        masks_of_part = [None if mask is None else mask[c, start:stop].data_ptr() for mask in masks]
+        rows = [None if row is None else row[c, start:stop].data_ptr() for row in (scores, *masks)]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        ends = tables[c].data_ptr(), _address(exact), out[c, start:].data_ptr()
-        function(scores[c, start:stop].data_ptr(), *masks_of_part, *numbers, *ends)
+        function(*rows, *numbers, tables[c].data_ptr(), _address(exact), out[c, start:].data_ptr())
 
     _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 and num_rows >= _MANY_ROWS else 1)
 

@@ -2,7 +2,8 @@
 //
 // smooth_ap:
 //   scores, positive, member  (classes, rows); member may be NULL for all rows
-//   weight                    (rows) with stride 0, (classes, rows) with stride `rows`, or NULL
+//   weight, key_weight        (rows) with stride 0, (classes, rows) with stride `rows`, or NULL: of the positives in
+//                             the mean, and of the rows where they are compared, which is > 0 for the members
 //   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
 //   returns 1, or 0 if torch must compute it: scores that are not finite, a temperature below LEAST
@@ -10,13 +11,13 @@
 // smooth_ap_of_rows: the same for an ordinary pool in the layout of the loss
 //   scores                    (rows, classes)
 //   targets                   (rows), indices of classes, or 0 and 1 for one class
-//   weight                    (rows); NULL for 1
+//   weight, key_weight        (rows); NULL for 1
 //   temperature, multiple     if multiple > 0, the temperature is written: this multiple of the spread of the scores
 //   most                      with more pairs nothing is computed
 //   loss, valid               (classes), written
 //   gradient                  (rows, classes), written; NULL for the loss alone
-//   returns 1, or 0 if the caller must compute it: other targets, scores that are not finite or whose spread is not
-//   usual, too many pairs
+//   returns 1, or 0 if the caller must compute it: other targets, a key_weight of 0, scores that are not finite or
+//   whose spread is not usual, too many pairs
 //
 // moments, evaluate: see bins.inc and kernels/bins.py. A call is one thread.
 #include <math.h>
@@ -36,7 +37,7 @@
 #define BLOCK 512  // sums of REAL are this long; longer ones are of double
 #define LANES 16   // parts of these sums, and what arrays of keys are padded to
 #define PADDED(size) (((size) + LANES - 1) / LANES * LANES)
-#define WORK(num_rows) (7 * (num_rows) + 6 * LANES)  // numbers: the positives are some of the rows
+#define WORK(num_rows) (9 * (num_rows) + 8 * LANES)  // numbers: the positives are some of the rows
 #define NEAR (FAR - 55)  // temperatures: exp(-55) is nothing next to 1
 #define LEAST 1e-30      // temperature: 1 / LEAST is a number of REAL
 #define MAGIC 6755399441055744.0  // 1.5 * 2^52
@@ -79,4 +80,4 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
 #include "bins.inc"
 
 // Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 7; }
+int64_t fullrank_abi(void) { return 8; }

@@ -8,11 +8,16 @@ pair with itself cancels::
 
     A = (R_P + 1/2) / D^2,  B = R_N / D^2,  D = R_P + 1/2 + R_N
     g_N(x) = sum_i w_i A(x_i) k(x - x_i),  g_P(x) = sum_i w_i B(x_i) k(x - x_i),  k = s' / tau
+
+Where rows are compared with weights v_j, these are factors in R_N and R_P, and of g_N and g_P in the gradient of row j.
+The 1/2 is v_i / 2 then, so that f and its slope, A and B are no functions of the score alone: R_N, R_P and their slopes
+are read at each positive instead, and A and B become moments of the positives.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy
@@ -49,6 +54,7 @@ def smooth_ap_binned(
     with_grad: bool,
     sums: Tensor | None = None,
     factor: Tensor | None = None,
+    add: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``; all scores are finite.
 
@@ -61,15 +67,15 @@ def smooth_ap_binned(
         bins: bins that hold all of them.
         order: the numbers of fine bins and of nodes.
         with_grad: compute the gradient too.
-        sums: the moments of all parts, see :func:`solve`; None if there are no others. Those of all rows are
-            overwritten.
+        sums: the moments of all parts, see :func:`moments_of`; None if there are no others. They are overwritten.
         factor: (C,) factors of the weights in ``sums``.
+        add: with a ``key_weight``, returns the sum of a tensor over the parts; None if there are no others.
     """
-    scores, positive, member, class_of, row_of, share, temperature = problem
+    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
     gradient = _memory_like(scores) if with_grad else scores.new_empty(0)
     runs = runs_of_classes(bins)
     if len(runs) == 1:
-        return _sum_by_bins(problem, bins, order, gradient if with_grad else None, sums, factor), gradient
+        return _sum_by_bins(problem, bins, order, gradient if with_grad else None, sums, factor, add), gradient
     loss = torch.empty(scores.shape[0], dtype=torch.float64, device=scores.device)
     stops = torch.arange(runs[0].stop, runs[-1].stop + 1, runs[0].stop, device=scores.device)
     ends = torch.searchsorted(class_of, stops).tolist()  # of the positives of each run
@@ -82,6 +88,7 @@ def smooth_ap_binned(
             row_of[first:end],
             share[first:end],
             temperature,
+            key_weight if key_weight is None or key_weight.ndim == 1 else key_weight[part],
         )
         loss[part] = _sum_by_bins(
             problem_of_run,
@@ -90,6 +97,7 @@ def smooth_ap_binned(
             gradient[part] if with_grad else None,
             None if sums is None else sums[:, :, part],
             None if factor is None else factor[part],
+            add,
         )
     return loss, gradient
 
@@ -102,14 +110,23 @@ def runs_of_classes(bins: Bins) -> list[slice]:
 
 
 def _sum_by_bins(
-    problem: Problem, bins: Bins, order: Order, gradient: Tensor | None, sums: Tensor | None, factor: Tensor | None
+    problem: Problem,
+    bins: Bins,
+    order: Order,
+    gradient: Tensor | None,
+    sums: Tensor | None,
+    factor: Tensor | None,
+    add: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    places = find_places(problem, bins)
+    places, with_grad, terms = find_places(problem, bins), gradient is not None, None
     moments = moments_of(problem, bins, order, places) if sums is None else [*sums]
-    loss, polynomials = solve(moments, bins, order, problem.temperature, factor, gradient is not None)
+    if problem.key_weight is None:
+        loss, polynomials = solve(moments, bins, order, problem.temperature, factor, with_grad)
+    else:
+        loss, polynomials, terms = solve_at_positives(moments, problem, bins, order, places, with_grad, add)
     if gradient is not None and polynomials is not None:
-        read_gradient(polynomials, problem, bins, places, gradient)
+        read_gradient(polynomials, terms, problem, bins, places, gradient)
     return loss
 
 
@@ -179,23 +196,34 @@ def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None
 def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> list[Tensor]:
     """Return the moments of all rows, of the listed positives, and of the positives weighted by their shares.
 
-    (p, C, B F + 1) float64 each; the last bin holds the rows that take no part.
+    (p, C, B F + 1) float64 each; the last bin holds the rows that take no part. With a ``key_weight``, those of the
+    negatives and of the positives weighted by it.
     """
-    scores, size = problem.scores, bins.num_fine + 1
+    scores, size, weight = problem.scores, bins.num_fine + 1, problem.weight_of_negatives
     if places.rows is None and _reads_rows_in_c(scores, bins):
-        of_all = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p)
+        of_all = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p, weight=weight)
     else:
         lanes = num_lanes(scores, size)
         of_all = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
         for c, m in chunks(scores):
             rows = places.rows or _locate_chunk(problem, bins, c, m)
-            add_moments(of_all[:, c] if lanes == 1 else of_all, *rows)
+            add_moments(of_all[:, c] if lanes == 1 else of_all, *rows, None if weight is None else weight[c, m])
         of_all = of_all if lanes == 1 else of_all.sum(dim=1, keepdim=True)
-    shape = scores.shape[0], size
-    positives = torch.zeros(order.p, 2, math.prod(shape), dtype=torch.float64, device=scores.device)
-    weights = torch.stack([torch.ones_like(problem.share), problem.share])
-    add_moments(positives, places.bin_of.expand(2, -1), places.u.expand(2, -1), weights)
-    return [of_all, *positives.unflatten(-1, shape).unbind(dim=1)]
+    if problem.key_weight is None:
+        weights = torch.stack([torch.ones_like(problem.share), problem.share])
+    else:
+        weights = problem.at_positives(problem.key_weight)[None]
+    return [of_all, *_moments_of_positives(weights, scores, bins, order, places)]
+
+
+def _moments_of_positives(
+    weights: Tensor, scores: Tensor, bins: Bins, order: Order, places: Places
+) -> tuple[Tensor, ...]:
+    """Return the moments of the listed positives for each of n columns of weights (n, P): (p, C, B F + 1) each."""
+    shape, num_columns = (scores.shape[0], bins.num_fine + 1), weights.shape[0]
+    moments = scores.new_zeros(order.p, num_columns, math.prod(shape), dtype=torch.float64)
+    add_moments(moments, places.bin_of.expand(num_columns, -1), places.u.expand(num_columns, -1), weights)
+    return moments.unflatten(-1, shape).unbind(dim=1)
 
 
 class Grid(NamedTuple):
@@ -208,7 +236,10 @@ class Grid(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """R_N, R_P + 1/2 and their derivatives with respect to x at the fine nodes, (C, B, F p) float64 each."""
+    """R_N, R_P and their derivatives with respect to x at the fine nodes, (C, B, F p) float64 each.
+
+    Without a ``key_weight`` the second is R_P + 1/2.
+    """
 
     r_n: Tensor
     r_p: Tensor
@@ -231,11 +262,8 @@ def solve(
         factor: (C,) factors of the weights, None for 1.
         with_grad: compute the polynomials too.
     """
-    matrices = constants(order, moments[0].device)
-    kernel = make_kernel(matrices, bins.width, temperature)
-    grid = Grid(order, matrices, kernel, compact_ids(bins, kernel.reach))
-    layout = bins.num_coarse, bins.fine
-    weights = fine_weights(moments[-1][..., :-1].unflatten(-1, layout), matrices)  # [C, B, F p]
+    grid, layout = _grid_of(bins, order, temperature, moments[0].device), (bins.num_coarse, bins.fine)
+    weights = fine_weights(moments[-1][..., :-1].unflatten(-1, layout), grid.matrices)  # [C, B, F p]
     weights = weights if factor is None else weights * factor[:, None, None]
     # Positives are few. Negatives = all - positives, which is cheaper than masking every row.
     both = torch.stack([moments[0].sub_(moments[1]), moments[1]], dim=2)[..., :-1]  # [p, C, 2, B F]
@@ -243,8 +271,68 @@ def solve(
     both = both.unflatten(-1, layout)
     fields = fields_of(both, grid)
     del both
+    fields.r_p.add_(0.5)
     loss = (weights * (fields.r_n / (fields.r_n + fields.r_p))).sum(dim=(1, 2))
     return loss, polynomials_of(fields, weights, grid) if with_grad else None
+
+
+def solve_at_positives(
+    moments: list[Tensor],
+    problem: Problem,
+    bins: Bins,
+    order: Order,
+    places: Places,
+    with_grad: bool,
+    add: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss (C,) float64 of rows that have a ``key_weight`` and, ``with_grad``, its gradient.
+
+    That is (p, 2, C, B F + 1) float64, g_N and -g_P as polynomials of the fine bins, and (P,) the slope of the term of
+    each listed positive.
+
+    Args:
+        moments: (p, C, B F + 1) of the negatives and of the positives with their weights. The list is emptied.
+        problem: the rows of this part.
+        bins, order: as for :func:`solve`.
+        places: of the rows.
+        with_grad: compute the gradient too.
+        add: returns the sum of a tensor over the parts; None if there are no others.
+    """
+    assert problem.key_weight is not None
+    grid, layout = _grid_of(bins, order, problem.temperature, moments[0].device), (bins.num_coarse, bins.fine)
+    both = torch.stack(moments, dim=2)[..., :-1].unflatten(-1, layout)
+    moments.clear()
+    fields = fields_of(both, grid)
+    del both
+    tables = _coefficients(torch.stack(fields if with_grad else fields[:2]), grid).flatten(-2)  # [p, n, C (B F + 1)]
+    del fields
+    rates, terms = problem.share.new_empty(2, problem.share.numel()), torch.empty_like(problem.share)
+    loss, half = problem.share.new_zeros(problem.scores.shape[0]), problem.at_positives(problem.key_weight) / 2
+    for _, part in chunks(problem.share[None]):
+        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
+        r_n, r_p, *slopes = evaluate(tables, *at)
+        r_p = r_p + half[part]
+        total, share = r_n + r_p, problem.share[part]
+        loss.index_add_(0, problem.class_of[part], share * (r_n / total))
+        if slopes:
+            factor = share / total**2
+            rates[0, part], rates[1, part] = factor * r_p, factor * r_n
+            terms[part] = factor * (slopes[0] * r_p - slopes[1] * r_n)
+    if not with_grad:
+        return loss if add is None else add(loss), None, None
+    moments_of_rates = torch.stack(_moments_of_positives(rates, problem.scores, bins, order, places), dim=1)
+    if add is not None:
+        sums = add(torch.cat([loss, moments_of_rates.flatten()]))
+        loss, moments_of_rates = sums[: loss.numel()], sums[loss.numel() :].view_as(moments_of_rates)
+    rates_at_nodes = fine_weights(moments_of_rates[..., :-1].unflatten(-1, layout), grid.matrices)  # [2, C, B, F p]
+    pulled = _pulled(rates_at_nodes, grid)
+    return loss, _coefficients(torch.stack([pulled[0], -pulled[1]]), grid), terms
+
+
+def _grid_of(bins: Bins, order: Order, temperature: float, device: torch.device) -> Grid:
+    matrices = constants(order, device)
+    kernel = make_kernel(matrices, bins.width, temperature)
+    return Grid(order, matrices, kernel, compact_ids(bins, kernel.reach))
 
 
 def fields_of(moments: Tensor, grid: Grid) -> Fields:
@@ -255,42 +343,61 @@ def fields_of(moments: Tensor, grid: Grid) -> Fields:
     far = beyond_reach(moments[0].sum(dim=-1), kernel.reach, grid.ids)  # [C, 2, B]
     values = at_fine_nodes(near[..., :q], matrices).add_(far[..., None])
     slopes = at_fine_nodes(near[..., q:], matrices).neg_()
-    return Fields(values[:, 0], values[:, 1].add_(0.5), slopes[:, 0], slopes[:, 1])
+    return Fields(values[:, 0], values[:, 1], slopes[:, 0], slopes[:, 1])
 
 
 def polynomials_of(fields: Fields, weights: Tensor, grid: Grid) -> Tensor:
     """Return (p, 3, C, B F + 1) float64: g_N, -g_P and f' as polynomials of the fine bins; overwrites the slopes."""
     r_n, r_p, slope_n, slope_p = fields
     square = (r_n + r_p) ** 2
-    sources = torch.stack([weights * r_p, weights * r_n]).div_(square)
-    sources = coarse_weights(sources, grid.matrices)
-    pulled = at_fine_nodes(interact(sources, grid.kernel.slope, grid.kernel.reach, grid.ids), grid.matrices)
+    pulled = _pulled(torch.stack([weights * r_p, weights * r_n]).div_(square), grid)
     slope_of_term = slope_n.mul_(r_p).sub_(slope_p.mul_(r_n)).div_(square)
     del square
     tables = torch.stack([pulled[0], -pulled[1], slope_of_term])  # [3, C, B, F p]
     del pulled
-    polynomials = coefficients(tables, grid.matrices, torch.float64)
-    polynomials = polynomials.view(grid.order.p, 3, weights.shape[0], -1)
+    return _coefficients(tables, grid)
+
+
+def _pulled(sources: Tensor, grid: Grid) -> Tensor:
+    """Return the sums over the fine nodes of ``sources`` (..., B, F p) through the slope of the sigmoid, there too."""
+    at_nodes = interact(coarse_weights(sources, grid.matrices), grid.kernel.slope, grid.kernel.reach, grid.ids)
+    return at_fine_nodes(at_nodes, grid.matrices)
+
+
+def _coefficients(tables: Tensor, grid: Grid) -> Tensor:
+    """Return (p, n, C, B F + 1) float64: n values (n, C, B, F p) at the fine nodes as polynomials of the fine bins."""
+    polynomials = coefficients(tables, grid.matrices, torch.float64).view(grid.order.p, *tables.shape[:2], -1)
     return F.pad(polynomials, (0, 1))  # 0 for the rows that take no part
 
 
-def read_gradient(polynomials: Tensor, problem: Problem, bins: Bins, places: Places, gradient: Tensor) -> None:
-    """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M)."""
+def read_gradient(
+    polynomials: Tensor, terms: Tensor | None, problem: Problem, bins: Bins, places: Places, gradient: Tensor
+) -> None:
+    """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M).
+
+    ``polynomials`` and ``terms`` are the results of :func:`solve_at_positives`; ``terms`` is None for those of
+    :func:`solve`.
+    """
     # Every row is treated as a negative first, then the positives are overwritten.
-    pull = polynomials[:, 0].to(problem.scores.dtype)
+    pull, weight = polynomials[:, 0].to(problem.scores.dtype), problem.weight_of_negatives
     if places.rows is None and _reads_rows_in_c(problem.scores, bins) and gradient.is_contiguous():
-        native.evaluate(pull, problem.scores, problem.member, *bins.numbering, gradient)
+        native.evaluate(pull, problem.scores, problem.member, *bins.numbering, gradient, weight=weight)
     else:
         for c, m in chunks(problem.scores):
-            gradient[c, m] = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
+            value = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
+            gradient[c, m] = value if weight is None else value.mul_(weight[c, m])
     # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
     # either, so it is computed before rounding to the dtype of the scores.
-    tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)]
+    tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)], or without slopes [p, 1, C (B F + 1)]
+    own_weight = None if problem.key_weight is None else problem.at_positives(problem.key_weight)
     for _, part in chunks(problem.share[None]):
-        at = places.bin_of[:, part].expand(2, -1), places.u[:, part].expand(2, -1)
-        from_others, from_term = evaluate(tables, *at)
-        value = (from_others + from_term * problem.share[part]).to(gradient.dtype)
-        gradient[problem.class_of[part], problem.row_of[part]] = value
+        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
+        from_others, *slope = evaluate(tables, *at)
+        if terms is None or own_weight is None:
+            value = from_others + slope[0] * problem.share[part]
+        else:
+            value = from_others * own_weight[part] + terms[part]
+        gradient[problem.class_of[part], problem.row_of[part]] = value.to(gradient.dtype)
 
 
 def _reads_rows_in_c(scores: Tensor, bins: Bins) -> bool:

@@ -1,8 +1,8 @@
 """Smooth-AP pair by pair: directly over all pairs, or over the sorted neighbours of each positive.
 
 The direct sums follow the definition, in chunks of positives, and are the reference for the other forms. With u_i the
-share of positive i: dloss/ds_ij = u_i r_i / (r_i + n_i)^2 for a negative j, and -u_i n_i / (r_i + n_i)^2 for a positive
-j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i.
+share of positive i: dloss/ds_ij = w_j u_i r_i / (r_i + n_i)^2 for a negative j, and -w_j u_i n_i / (r_i + n_i)^2 for a
+positive j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i. w is the weight of a row where rows are compared.
 
 The sorted sums are for scores so far apart that most bins would be empty. ``CUTOFF`` temperatures away from a positive
 a sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows within the cutoff of a positive are one slice,
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..costs import costs_of
-from ..node_tables import CUTOFF
+from ..node_tables import CUTOFF, suffix_sums
 from ..pairs import Problem, chunk_size
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
@@ -28,7 +28,8 @@ _FEW = 16  # pairs per row that may be summed beyond the cutoff
 
 def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
-    scores, positive, member, class_of, row_of, share, temperature = problem
+    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
+    own_weight = None if key_weight is None else problem.at_positives(key_weight).to(scores.dtype)
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
     step = chunk_size(scores, scores.shape[1])
@@ -44,15 +45,20 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
             difference.masked_fill_(~of_classes(member, c), -math.inf)
         difference.scatter_(1, row[:, None], -math.inf)  # a positive is not compared with itself
         sigmoid = difference.sigmoid()
-        is_positive = of_classes(ones, c)
-        among_positives = sigmoid * is_positive
-        n, r = (sigmoid - among_positives).sum(dim=1), among_positives.sum(dim=1) + 1
+        is_positive, mass = of_classes(ones, c), key_weight
+        if key_weight is not None and key_weight.ndim == 2:
+            mass = of_classes(key_weight, c)
+        above = sigmoid if mass is None else sigmoid * mass
+        among_positives = above * is_positive
+        own = 1 if own_weight is None else own_weight[first : first + step]
+        n, r = (above - among_positives).sum(dim=1), among_positives.sum(dim=1) + own
         total, weight = r + n, share[first : first + step]
         loss.index_add_(0, c, weight * (n / total))
         if with_grad:
             factor = weight.to(n.dtype) / total / (total * temperature)
             slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
             slope *= torch.lerp((r * factor)[:, None], -(n * factor)[:, None], is_positive)
+            slope = slope if mass is None else slope.mul_(mass)
             gradient.index_add_(0, c, slope)
             gradient.index_put_((c, row), -slope.sum(dim=1), accumulate=True)
     return loss, gradient
@@ -64,7 +70,7 @@ def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
     If no two rows are within the cutoff of each other, the cutoff would drop the whole gradient. If there are few pairs
     beyond it, they are summed too, as far as the dtype of the scores can represent their gradient.
     """
-    scores, positive, member, class_of, row_of, share, temperature = problem
+    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
     num_classes, num_rows = scores.shape
     ordered, order = scores.contiguous().sort(dim=1)
     is_positive = positive.gather(1, order)
@@ -73,20 +79,23 @@ def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
     low, high = _window(ordered, class_of, x, _FAR[scores.dtype] * temperature)
     if int((high - low).sum()) > _FEW * scores.numel():
         low, high = _window(ordered, class_of, x, CUTOFF * temperature)
-    counts = [F.pad(mask.to(torch.int64).cumsum(dim=1), (1, 0)) for mask in (is_negative, is_positive)]  # [C, M + 1]
-    above = torch.stack([(count[class_of, -1] - count[class_of, high]).double() for count in counts])  # [2, P]
+    masses = torch.stack([is_negative, is_positive]).double()  # [2, C, M]
+    own_weight = None if key_weight is None else problem.at_positives(key_weight)
+    if key_weight is not None:
+        masses *= key_weight.expand_as(scores).gather(1, order)
+    # Summed from the top, so that small weights there are not lost in a difference of large sums.
+    above = F.pad(suffix_sums(masses), (0, 1))[:, class_of, high]  # [2, P]
+    masses = masses.flatten(1)
     loss = torch.zeros(num_classes, dtype=torch.float64, device=scores.device)
     gradient = torch.zeros(num_classes * num_rows, dtype=torch.float64, device=scores.device)
     flat = ordered.reshape(-1)
     for part, owner, place in _pairs(low + class_of * num_rows, high - low):
         difference = (flat[place].double() - x[part][owner]) / temperature
         is_self = order.reshape(-1)[place] == row_of[part][owner]
-        kinds = torch.stack(
-            [is_negative.reshape(-1)[place], is_positive.reshape(-1)[place] & ~is_self]
-        ).double()  # [2, n]
+        kinds = masses[:, place].masked_fill_(is_self, 0.0)  # [2, n]
         sigmoid = torch.sigmoid(difference)
         sums = above[:, part].clone().index_add_(1, owner, sigmoid * kinds)  # [2, p]
-        n, r = sums[0], sums[1] + 1.0
+        n, r = sums[0], sums[1] + (1.0 if own_weight is None else own_weight[part])
         loss.index_add_(0, class_of[part], share[part] * n / (r + n))
         factor = share[part] / (r + n) ** 2 / temperature
         pull = (r * factor)[owner] * kinds[0] - (n * factor)[owner] * kinds[1]

@@ -7,10 +7,11 @@ where launches and waits take longer than the sums.
 Let u_i be the share of positive i, r_i and n_i as in ``smooth_ap_sums``, s' the slope of the sigmoid, which is even,
 and A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0 for rows that are not positives::
 
-    dloss/dx_j = sum_i s'_ij A_i                                                        for a negative j
-    dloss/dx_j = sum_i s'_ij (-B_i + B_j for a positive i, -A_j for a negative i)       for a positive j
+    dloss/dx_j = w_j sum_i s'_ij A_i                                                      for a negative j
+    dloss/dx_j = sum_i s'_ij (-w_j B_i + w_i B_j for a positive i, -w_i A_j for a negative i)  for a positive j
 
-Each pair of quantities is one tensor (C, M, 2), the second one with its sign reversed: (r, -n) and (A, -B).
+w is the weight of a row where rows are compared. Each pair of quantities is one tensor (C, M, 2), the second one with
+its sign reversed: (r, -n) and (A, -B).
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ def plain_is_faster(scores: Tensor) -> bool:
 
 
 def smooth_ap_plain(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    key_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what ``smooth_ap_sums`` returns, differentiable in a graph of ``torch.compile``."""
-    loss, valid = _PlainSmoothAP.apply(scores, positive, member, weight, temperature)
+    loss, valid = _PlainSmoothAP.apply(scores, positive, member, weight, temperature, True, key_weight)
     return loss, valid
 
 
@@ -46,6 +52,7 @@ def plain_loss_and_gradient(
     weight: Tensor | None,
     temperature: float,
     with_grad: bool = True,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     num_classes, num_rows = scores.shape
@@ -55,7 +62,8 @@ def plain_loss_and_gradient(
     # [C, M, 2]: (1, 0) for positives, (0, -1) for the others
     marks = positive[:, :, None] + torch.arange(0, -2, -1, dtype=scores.dtype, device=scores.device)
     groups = marks if member is None else marks * member[:, :, None]
-    numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives
+    groups = groups if key_weight is None else groups * key_weight[..., None]
+    numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives, or their weights
     mass = marks[:, :, 0] if weight is None else marks[:, :, 0] * weight
     total_mass = numbers[:, :1] if weight is None else mass.sum(dim=1, keepdim=True)  # [C, 1]
     valid = total_mass[:, 0] * numbers[:, 1] < 0
@@ -64,7 +72,7 @@ def plain_loss_and_gradient(
     share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))
 
     difference = (scores[:, None, :] - scores[:, :, None]) / temperature  # [C, M, M]
-    # inf on the diagonal: a row with itself adds 1, and has no slope.
+    # inf on the diagonal: a row with itself adds 1, or its weight, and has no slope.
     if torch.compiler.is_compiling():
         place = torch.arange(num_rows, device=scores.device)
         difference = torch.where(place == place[:, None], math.inf, difference)
@@ -82,7 +90,9 @@ def plain_loss_and_gradient(
     e = difference.copysign(-1.0).sigmoid()  # s(-|d|)
     slope = torch.addcmul(e, e, e, value=-1).nan_to_num(0.0)  # e - e^2, exact to rounding in both tails
     (by_a, by_b), (by_positives, by_negatives) = (_product(slope, pair).unbind(dim=2) for pair in (rates, groups))
-    gradient = torch.where(positive, by_b, by_a).addcmul(rates[:, :, 0], by_negatives)
+    gradient = torch.where(positive, by_b, by_a)
+    gradient = gradient if key_weight is None else gradient * key_weight
+    gradient = gradient.addcmul(rates[:, :, 0], by_negatives)
     gradient = gradient.addcmul(rates[:, :, 1], by_positives, value=-1)
     if member is not None:
         gradient = gradient.masked_fill(~member, 0.0)
@@ -114,4 +124,4 @@ class _PlainSmoothAP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return scaled(gradient.t(), grad).t(), None, None, None, None
+        return scaled(gradient.t(), grad).t(), None, None, None, None, None, None

@@ -27,7 +27,7 @@ from .. import native
 from ..bins import find_bins
 from ..costs import costs_of
 from ..node_tables import order_for
-from ..pairs import Problem
+from ..pairs import Problem, weight_at
 from ..registration import register, scaled, with_gradients
 from ..spread import MOST_SCORES
 from ..torch_private import are_numbers_in_memory
@@ -44,11 +44,12 @@ def smooth_ap_sums(
     temperature: float,
     method: str = "auto",
     num_positive: int | None = None,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return (C,) the weighted mean over positives i of ``1 - rank_pos_i / rank_i``, and (C,) which classes are valid.
 
-    With :math:`s_{ij} = \sigma((x_j - x_i)/\tau)`, :math:`r_i = 1 + \sum_{j \in P, j \ne i} s_{ij}` the soft rank among
-    positives and :math:`n_i = \sum_{j \in N} s_{ij}` the soft number of negatives above it,
+    With :math:`s_{ij} = \sigma((x_j - x_i)/\tau)`, :math:`r_i = w_i + \sum_{j \in P, j \ne i} w_j s_{ij}` the soft rank
+    among positives and :math:`n_i = \sum_{j \in N} w_j s_{ij}` the soft number of negatives above it,
 
     .. math:: 1 - \frac{r_i}{r_i + n_i} = \frac{n_i}{r_i + n_i}
 
@@ -58,12 +59,14 @@ def smooth_ap_sums(
         scores: (C, M) float32 or float64.
         positive: (C, M) bool, a subset of ``member``.
         member: (C, M) bool: the rows that take part; None for all.
-        weight: (M,) or (C, M), >= 0, the weight of each row as a positive; None for equal weights.
+        weight: (M,) or (C, M), >= 0, the weight of each row as a positive, in the mean; None for equal weights.
         temperature: > 0.
         method: ``"direct"`` sums pair by pair in O(positives x M) time. ``"binned"`` takes O(M) time, or
             O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"plain"`` sums
             all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
         num_positive: the number of positives if the host knows it; otherwise the host may wait for the device.
+        key_weight: (M,) or (C, M) as ``weight``, > 0 for members: w, the weight of each row where rows are compared;
+            None for 1.
 
     Returns:
         The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a
@@ -72,10 +75,13 @@ def smooth_ap_sums(
     O(C M) memory. The gradient is linear in the incoming one, so the forward computes it together with the loss.
     """
     if torch.compiler.is_compiling() and (method == "plain" or (method == "auto" and plain_is_faster(scores))):
-        return smooth_ap_plain(scores, positive, member, weight, temperature)
+        return smooth_ap_plain(scores, positive, member, weight, temperature, key_weight)
     with_grad = scores.requires_grad and torch.is_grad_enabled()
     number = -1 if num_positive is None else num_positive
-    loss, _, valid = _smooth_ap(scores, positive, member, weight, float(temperature), with_grad, method, number)
+    weights_and_temperature = weight, float(temperature)
+    loss, _, valid = _smooth_ap(
+        scores, positive, member, *weights_and_temperature, with_grad, method, number, key_weight
+    )
     return loss, valid
 
 
@@ -83,6 +89,7 @@ def smooth_ap_of_rows(
     rows: Tensor,
     targets: Tensor,
     weight: Tensor | None,
+    key_weight: Tensor | None,
     ignore_index: int,
     temperature: float | None,
     multiple: float,
@@ -94,7 +101,7 @@ def smooth_ap_of_rows(
     Args:
         rows: (M, C) scores.
         targets: (M,) int64, indices of the classes, or 0 and 1 for one class.
-        weight: (M,) in the dtype of the scores; None for 1.
+        weight, key_weight: (M,) in the dtype of the scores; None for 1.
         ignore_index: the target of rows to leave out; with such a row the result is None.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         multiple: > 0.
@@ -106,7 +113,7 @@ def smooth_ap_of_rows(
     with_grad = torch.is_grad_enabled() and rows.requires_grad
     most = costs_of(rows.device).most_native_pairs(rows.shape[1], rows.numel())
     results = native.smooth_ap_of_rows(
-        rows.detach(), targets, weight, ignore_index, temperature, multiple, with_grad, most
+        rows.detach(), targets, weight, key_weight, ignore_index, temperature, multiple, with_grad, most
     )
     if results is None:
         return None
@@ -123,15 +130,16 @@ def smooth_ap_and_gradient(
     with_grad: bool,
     method: str = "auto",
     num_positive: int = -1,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
     if method == "plain" or (method == "auto" and plain_is_faster(scores)):
-        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad)
+        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad, key_weight)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
     count = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # positives of all classes
     few_for_c = method == "auto" and count * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
     if few_for_c or method == "direct":
-        results = native.smooth_ap(scores, positive, member, weight, temperature, with_grad)
+        results = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, key_weight)
         if results is not None:
             return results
 
@@ -156,6 +164,7 @@ def smooth_ap_and_gradient(
             known = _read_one_class(scores, positive, member, weight, num_positive)
         problem, valid, all_valid = _list_positives_of_one_class(scores, positive, member, weight, temperature, known)
         ends = known.ends
+    problem = problem._replace(key_weight=key_weight)
     undefined = None  # [C] bool: the classes that are NaN
     if pairs_are_best(problem.share.numel()):
         loss, gradient = smooth_ap_direct(problem, with_grad)
@@ -201,7 +210,7 @@ def _list_positives(
         valid = has_negatives & (count > 0)
         share = count.double().reciprocal()[class_of]
     else:
-        mass = (weight[row_of] if weight.ndim == 1 else weight[class_of, row_of]).double()
+        mass = weight_at(weight, class_of, row_of)
         total = mass.new_zeros(num_classes).index_add_(0, class_of, mass)
         valid = has_negatives & (total > 0)
         share = mass / total[class_of]

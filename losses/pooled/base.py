@@ -29,11 +29,13 @@ from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values
 from .hints import Hints, Setting
 from .pool import (
     REDUCTIONS,
+    WEIGHTINGS,
     LossWithClasses,
     PerClass,
     Pool,
     PoolCounts,
     Reduction,
+    Weighting,
     at_temperature,
     check_temperature,
     local_pool,
@@ -49,6 +51,7 @@ class PoolOptions(GroupOptions, total=False):
     queue_keep: Keep
     queue_in_eval: bool
     multi_hot: bool
+    weighting: Weighting
 
 
 class Given(NamedTuple):
@@ -111,6 +114,7 @@ class RankingLoss(HoldsQueue):
         queue_keep: Keep = "all",
         queue_in_eval: bool = False,
         multi_hot: bool = False,
+        weighting: Weighting = "rows",
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
@@ -124,6 +128,7 @@ class RankingLoss(HoldsQueue):
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
         self.multi_hot = multi_hot
+        self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
         self._warned: set[str] = set()
@@ -255,7 +260,7 @@ class RankingLoss(HoldsQueue):
     def _make_pool(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         if live.indexes is not None:  # queued rows belong to other queries
-            return Pool(live)
+            return Pool(live, weighting=self.weighting)
         rows, is_live, queued = live, None, self._queued_rows() if self.queue_size else None
         if queued is not None:
             rows = with_queue(live, queued, self.uses_iid)
@@ -274,7 +279,7 @@ class RankingLoss(HoldsQueue):
             # Only training steps count: after rank 0 has validated alone, it still draws the same rows as the others.
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else is_live[index]
-        return Pool(rows, is_live, self.queue_keep)
+        return Pool(rows, is_live, self.queue_keep, self.weighting)
 
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
         """Return the pool and the temperature to use in the formula of a subclass that has ``spread_multiple``."""
@@ -326,7 +331,8 @@ class RankingLoss(HoldsQueue):
     @property
     def _shown(self) -> tuple[str, ...]:
         names = ("num_classes", *self.own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
-        return (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
+        names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
+        return names if self.weighting == "rows" else (*names, "weighting")
 
 
 def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
@@ -341,7 +347,7 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
         iid = torch.cat([iid, queued.iid_mask.to(device)])
     weight, queued_weight = live.sample_weight, queued.sample_weight
     if weight is not None or queued_weight is not None:
-        weight = torch.ones(num_live, dtype=dtype, device=device) if weight is None else weight
+        weight = torch.ones(num_live, dtype=torch.float64, device=device) if weight is None else weight
         queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
         weight = torch.cat([weight, queued_weight])
     return Batch(

@@ -32,6 +32,7 @@ from .pool import (
     PerClass,
     Pool,
     Reduction,
+    Weighting,
     local_pool,
     reduce_values,
 )
@@ -55,6 +56,7 @@ def pauc_at_budget(
     iid_mask: Tensor | None = None,
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
+    weighting: Weighting = "rows",
     validate_args: bool = True,
     dro_lambda: float | None = None,
     threshold_gradient: bool = True,
@@ -140,7 +142,12 @@ def pauc_at_budget(
     area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *others), temperature)
     shared = logits, targets, temperature, reduction, ignore_index, False
     pool = local_pool(
-        *shared, iid_mask=iid_mask, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args
+        *shared,
+        iid_mask=iid_mask,
+        sample_weight=sample_weight,
+        multi_hot=multi_hot,
+        weighting=weighting,
+        validate_args=validate_args,
     )
     per_class = missed_area(pool, area, temperature, with_stats=False).per_class
     return reduce_values(per_class, reduction, pool.scores.dtype)

@@ -111,16 +111,17 @@ class Thresholds(NamedTuple):
 
 def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> MissedArea:
     """Return the loss of each class of ``pool``, with diagnostics if ``with_stats``."""
-    negative = pool.negative
-    iid_negative = negative if pool.iid is None else negative & pool.iid
+    negative, iid, key_weight = pool.negative, pool.iid, pool.key_weight
+    iid_negative = negative if iid is None else negative & iid
     by_rate = area.budget_basis == "fpr"
-    reference = iid_negative if by_rate else pool.everyone if pool.iid is None else pool.everyone & pool.iid
+    reference = iid_negative if by_rate else pool.everyone if iid is None else pool.everyone & iid
     num_reference = None  # where the host knows it
-    if pool.num_positive is not None and pool.iid is None and pool.member is None:
+    if pool.num_positive is not None and iid is None and pool.member is None:
         num_reference = pool.scores.shape[1] - (pool.num_positive if by_rate else 0)
     has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
     if fractions:
-        levels = upper_levels(pool.scores, reference, fractions, area.quantile_interpolation, num_reference)
+        rule = area.quantile_interpolation, num_reference, key_weight
+        levels = upper_levels(pool.scores, reference, fractions, *rule)
         thresholds = thresholds_of(levels, area, temperature, has_reference)
     else:
         ones = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
@@ -139,16 +140,17 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     tilts: Tensor | None = None
     if area.surrogate == "trapezoid":
         assert thresholds.edges is not None
-        knots, rule, share = thresholds.edges.where(valid), trapezoid_rule(area.n_knots), share * valid[:, None]
-        carriers = Carriers(reference, pool.live) if area.threshold_gradient else None
-        losses = below_levels(pool.scores, share, knots, rule, thresholds.tau, carriers)
-        missed = shares_below(pool.scores, knots, rule, thresholds.tau) if with_stats else losses
+        knots, weights, share = thresholds.edges.where(valid), trapezoid_rule(area.n_knots), share * valid[:, None]
+        carriers = Carriers(reference, pool.live, key_weight) if area.threshold_gradient else None
+        losses = below_levels(pool.scores, share, knots, weights, thresholds.tau, carriers)
+        missed = shares_below(pool.scores, knots, weights, thresholds.tau) if with_stats else losses
         flat_class = first_flat(flat)
     else:
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
         if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
             valid = valid & rivals.any(dim=1)
-        (mask, queries, share), (inside, points), flat_class = _compact(pool.scores, numerator, share, rivals, flat)
+        ours, theirs, flat_class = _compact(pool.scores, numerator, share, rivals, key_weight, flat)
+        (mask, queries, share), (inside, points, mass) = ours, theirs
         # Entries that do not count get a value that has no effect.
         filling: Tensor | float = 0.0 if thresholds.edges is None else _filling(thresholds, valid)
         kept = valid[:, None]
@@ -156,18 +158,23 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         points = torch.where(kept if inside is None else inside & kept, points, filling)
         if mask is not None:
             share = share * mask
+        if mass is not None:
+            mass = torch.where(kept, mass, 1.0)
         if area.surrogate == "dro":
             counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
             if area.dro_lambda is None:
-                tilts = tilts_of_budget(queries, share, points, counted, thresholds.tau, area.beta)
+                tilts = tilts_of_budget(queries, share, points, counted, thresholds.tau, area.beta, mass)
             else:
                 tilts = torch.full((len(queries),), area.dro_lambda, dtype=torch.float64, device="cpu")
-            losses, missed = entropic_risk(queries, points, counted, thresholds.tau, tilts, share)  # [C], [C, P]
+            losses, missed = entropic_risk(queries, points, counted, thresholds.tau, tilts, share, mass)  # [C], [C, P]
         else:
-            weights = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # equal, with a sum of 1 in each class
-            if inside is not None:
-                weights = (inside / inside.sum(dim=1, keepdim=True).clamp_min(1).to(points)).to(points)
-            missed = sigmoid_sums_of_classes(queries, points, weights[:, :, None], thresholds.tau).squeeze(2)
+            part = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # of each point, 1 in each class
+            if inside is not None or mass is not None:
+                part = torch.ones_like(points) if mass is None else mass.to(points)
+                part = part if inside is None else part * inside
+                total = part.sum(dim=1, keepdim=True)
+                part = part / torch.where(total > 0, total, 1.0)
+            missed = sigmoid_sums_of_classes(queries, points, part[:, :, None], thresholds.tau).squeeze(2)
             losses = (missed * share).sum(dim=1)
         losses = propagate_nan(losses * valid, pool)
     per_class = PerClass(losses, valid)
@@ -232,16 +239,16 @@ def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
 
 
 def _compact(
-    scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, flat: Tensor | None
-) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor], int | None]:
-    """Return the scores of the positives in ``numerator`` with their share, those of the rivals, and the flat class.
+    scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None, flat: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor, Tensor | None], int | None]:
+    """Return the positives in ``numerator`` with their share, the rivals with their weight, and the flat class.
 
     In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. A mask
     says which are entries, None without padding. All numbers are read at once, so the device is waited for once. Where
     values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
     """
     if scores.shape[0] == 0 or not has_values(numerator):
-        return (numerator, scores, share), (rivals, scores), None
+        return (numerator, scores, share), (rivals, scores, None if weight is None else weight.expand_as(scores)), None
     counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
     numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
     (*sizes, is_flat) = numbers.tolist() if flat is not None else (*numbers.tolist(), 0)
@@ -250,9 +257,11 @@ def _compact(
         both = torch.cat([numerator[0], rivals[0]])
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
-        return (None, queries, share.index_select(1, rows[: sizes[0]])), (None, points), first
+        mass = None if weight is None else weight[rows[sizes[0] :]][None]
+        return (None, queries, share.index_select(1, rows[: sizes[0]])), (None, points, mass), first
     (index, mask), (rival_index, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
-    return (mask, scores.gather(1, index), share.gather(1, index)), (inside, scores.gather(1, rival_index)), first
+    mass = None if weight is None else weight[rival_index]
+    return (mask, scores.gather(1, index), share.gather(1, index)), (inside, scores.gather(1, rival_index), mass), first
 
 
 def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,12 @@ from ...kernels.spread import spread_of, standardized
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
 from ..base import DistributedLoss
-from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, weight_unit
+from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, scaled_weight, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
+Weighting = Literal["rows", "positives"]
+WEIGHTINGS = ("rows", "positives")
 T = TypeVar("T")
 
 
@@ -48,6 +50,7 @@ class Pool:
         rows: the checked rows, live ones and then queued ones.
         live: (M,) bool, False for queued rows; None for all True.
         queue_keep: with ``"negatives"`` a queued row takes no part in the classes of which it is a positive.
+        weighting: what the weights of the rows count in: every sum over rows, or with ``"positives"`` the mean over P.
 
     Attributes:
         iid: (M,) bool, None for all True.
@@ -55,8 +58,10 @@ class Pool:
         num_positive: of a single class; None if the host does not know.
     """
 
-    def __init__(self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all") -> None:
-        self.rows, self.live = rows, live
+    def __init__(
+        self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all", weighting: str = "rows"
+    ) -> None:
+        self.rows, self.live, self.weighting = rows, live, weighting
         self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
         self.drops_queued_positives = live is not None and queue_keep == "negatives"
         self._with_grad = torch.is_grad_enabled()  # the scores are made later, in the grad mode of the call
@@ -90,9 +95,23 @@ class Pool:
 
     @_Once
     def weight(self) -> Tensor | None:
-        """(M,), None for all 1; only ratios matter, and no sum of them overflows."""
+        """(M,), of the positives in the mean over P, None for equal weights; only ratios matter, no sum overflows."""
         weight = self.rows.sample_weight
-        return None if weight is None else weight / weight_unit(weight)
+        if weight is None:
+            return None
+        if self.weighting == "rows" and weight.is_cpu and has_values(weight) and weight.numel():
+            low, high = weight.aminmax()
+            if low == high and high > 0:
+                return None
+        return scaled_weight(weight, weight_unit(weight), compute_dtype(self.rows.logits.dtype))
+
+    @property
+    def key_weight(self) -> Tensor | None:
+        """(M,), of the rows in all other sums: where they are compared, and in rates and quantiles; None for all 1.
+
+        It is > 0 for all members: rows of weight 0 are none.
+        """
+        return self.weight if self.weighting == "rows" else None
 
     @_Once
     def negative(self) -> Tensor:
@@ -132,6 +151,10 @@ class Pool:
         if live is not None and self.drops_queued_positives:
             kept = live | ~positive
             positive, member = positive & live, kept if member is None else member & kept
+        weight = self.key_weight
+        if weight is not None and (not weight.is_cpu or not has_values(weight) or bool((weight == 0).any())):
+            positive, kept = positive & (weight != 0), (weight != 0).expand_as(positive)
+            member = kept if member is None else member & kept
         return positive, member
 
 
@@ -148,6 +171,7 @@ def local_pool(
     sample_weight: Tensor | None = None,
     indexes: Tensor | None = None,
     multi_hot: bool = False,
+    weighting: str = "rows",
     validate_args: bool = True,
 ) -> Pool:
     """Check the arguments that the pure functions share, and return the pool of the given rows.
@@ -161,9 +185,12 @@ def local_pool(
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         iid_mask: (N,) bool, the rows that may set thresholds in partial AUC; None for all.
-        sample_weight: (N,) >= 0, weights of the positives in the mean over P; the weights of negatives have no effect.
+        sample_weight: (N,) >= 0, finite: a row of weight w counts as w rows, as in scikit-learn, and one of weight 0
+            takes no part. A factor common to all weights has no effect.
         indexes: (N,) integers, with C = 1: the query of each row.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
+        weighting: what ``sample_weight`` counts in: with ``"rows"`` everywhere, with ``"positives"`` only in the mean
+            over P, so that the weights of negatives have no effect.
         automatic: the temperature may be None.
 
     Raises:
@@ -171,11 +198,12 @@ def local_pool(
     """
     check_temperature(temperature, automatic)
     check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("weighting", weighting, WEIGHTINGS)
     check_int("ignore_index", ignore_index)
     has_columns = isinstance(logits, Tensor) and logits.ndim == 2
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
     rows = logits, targets, iid_mask, sample_weight
-    return Pool(check_batch(*rows, rule, indexes=indexes, validate_args=validate_args))
+    return Pool(check_batch(*rows, rule, indexes=indexes, validate_args=validate_args), weighting=weighting)
 
 
 def check_temperature(temperature: float | None, automatic: bool) -> float | None:

@@ -12,7 +12,16 @@ from ..arguments import completed
 from .base import PoolOptions, RankingLoss
 from .hints import Setting
 from .pauc_surrogates import PartialArea
-from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, positive_shares, reduce_values
+from .pool import (
+    PerClass,
+    Pool,
+    Reduction,
+    Weighting,
+    at_temperature,
+    local_pool,
+    positive_shares,
+    reduce_values,
+)
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 
@@ -29,6 +38,7 @@ def recall_at_quantile(
     *,
     sample_weight: Tensor | None = None,
     multi_hot: bool = False,
+    weighting: Weighting = "rows",
     validate_args: bool = True,
     threshold_gradient: bool = True,
 ) -> Tensor:
@@ -72,7 +82,9 @@ def recall_at_quantile(
     check_quantile(quantile)
     check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
     shared = logits, targets, temperature, reduction, ignore_index
-    pool = local_pool(*shared, sample_weight=sample_weight, multi_hot=multi_hot, validate_args=validate_args)
+    pool = local_pool(
+        *shared, sample_weight=sample_weight, multi_hot=multi_hot, weighting=weighting, validate_args=validate_args
+    )
     pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
     per_class = _per_class(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
     return reduce_values(per_class, reduction, pool.scores.dtype)
@@ -91,9 +103,10 @@ def _per_class(
 ) -> PerClass:
     """Return one minus the smooth recall of each class."""
     share, valid = positive_shares(pool, pool.positive)
-    levels = upper_levels(pool.scores, pool.member, [quantile], interpolation).where(valid)  # [C, 1]
+    levels = upper_levels(pool.scores, pool.member, [quantile], interpolation, weight=pool.key_weight)
+    levels = levels.where(valid)  # [C, 1]
     taus = levels.base.new_full(levels.base.shape[:1], temperature)
-    carriers = Carriers(pool.member, pool.live) if threshold_gradient else None
+    carriers = Carriers(pool.member, pool.live, pool.key_weight) if threshold_gradient else None
     return PerClass(below_levels(pool.scores, share, levels, [1.0], taus, carriers), valid)
 
 

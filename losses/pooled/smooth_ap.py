@@ -11,7 +11,7 @@ from ...kernels.smooth_ap.sums import smooth_ap_of_rows, smooth_ap_sums
 from ..arguments import completed
 from ..rows import compute_dtype
 from .base import RankingLoss
-from .pool import PerClass, Pool, Reduction, at_temperature, local_pool, reduce_values
+from .pool import PerClass, Pool, Reduction, Weighting, at_temperature, local_pool, reduce_values
 from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
@@ -28,13 +28,18 @@ def smooth_ap(
     sample_weight: Tensor | None = None,
     indexes: Tensor | None = None,
     multi_hot: bool = False,
+    weighting: Weighting = "rows",
     validate_args: bool = True,
 ) -> Tensor:
     r"""Compute one minus the smooth average precision of each class against the rest, or of each query.
 
     .. math::
-        L = 1 - \frac{1}{|P|} \sum_{i \in P}
-            \frac{1 + \sum_{j \in P, j \ne i} \sigma((x_j - x_i)/\tau)}{1 + \sum_{j \ne i} \sigma((x_j - x_i)/\tau)}
+        L = 1 - \frac{1}{\sum_{i \in P} w_i} \sum_{i \in P} w_i
+            \frac{w_i + \sum_{j \in P, j \ne i} w_j \sigma((x_j - x_i)/\tau)}
+            {w_i + \sum_{j \ne i} w_j \sigma((x_j - x_i)/\tau)}
+
+    The weights w are 1 without ``sample_weight``. Towards a temperature of 0 one minus the loss is
+    ``average_precision_score(sample_weight=)`` of scikit-learn, where no positive has the score of another row.
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. One
     minus the loss is what torchmetrics' ``RetrievalMAP`` measures with ``empty_target_action="skip"``, except for
@@ -45,7 +50,7 @@ def smooth_ap(
             ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
 
     Degenerate:
-        A class without a positive of positive weight, or without a negative, is invalid: left out of the mean and the
+        A class without a positive or without a negative of positive weight is invalid: left out of the mean and the
         sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
 
     Numerics:
@@ -66,7 +71,12 @@ def smooth_ap(
     """
     shared = logits, targets, temperature, reduction, ignore_index
     pool = local_pool(
-        *shared, sample_weight=sample_weight, indexes=indexes, multi_hot=multi_hot, validate_args=validate_args
+        *shared,
+        sample_weight=sample_weight,
+        indexes=indexes,
+        multi_hot=multi_hot,
+        weighting=weighting,
+        validate_args=validate_args,
     )
     per_class, _ = _of_pool(pool, temperature)
     return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype))
@@ -78,8 +88,8 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
     if pool.is_of_rows and not (rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
         # A kernel for the common case reads the rows as they are. It returns None where it does not apply. A hint that
         # looks at the gradient of the scores has made them, and a subclass may have assigned others.
-        weight = None if rows.sample_weight is None else pool.weight
-        result = smooth_ap_of_rows(rows.logits, rows.targets, weight, rule.ignore_index, temperature, spread_multiple)
+        settings = rule.ignore_index, temperature, spread_multiple
+        result = smooth_ap_of_rows(rows.logits, rows.targets, pool.weight, pool.key_weight, *settings)
         if result is not None:
             loss, valid, temperature = result
             return PerClass(loss, valid), temperature
@@ -87,7 +97,8 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
     if pool.indexes is not None:
         return _of_queries(pool, pool.indexes, temperature), temperature
     arguments = pool.scores, pool.positive, pool.member, pool.weight, temperature
-    return PerClass(*smooth_ap_sums(*arguments, num_positive=pool.num_positive)), temperature
+    sums = smooth_ap_sums(*arguments, num_positive=pool.num_positive, key_weight=pool.key_weight)
+    return PerClass(*sums), temperature
 
 
 @not_compiled
@@ -104,7 +115,12 @@ def _of_queries(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
         member = block.present if pool.member is None else block.take(pool.member[0])
         weight = None if pool.weight is None else block.take(pool.weight)
         block_values, block_valid = smooth_ap_sums(
-            block.take(scores), block.take(positive), member, weight, temperature
+            block.take(scores),
+            block.take(positive),
+            member,
+            weight,
+            temperature,
+            key_weight=None if pool.key_weight is None else weight,
         )
         values = values.index_copy(0, block.queries, block_values)
         valid[block.queries] = block_valid

@@ -64,7 +64,7 @@ class SummedLoss(DistributedLoss):
             values, divisor, unit, check = elements[0]
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)
-            # The units may differ between ranks. In float64 nothing overflows.
+            # The units differ between ranks. In float64 nothing overflows.
             return part_of_mean(values.sum().double() * unit, unit.double() * divisor, facts, check)
 
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
@@ -81,11 +81,11 @@ class SummedLoss(DistributedLoss):
 
 
 class Elements(NamedTuple):
-    """Element losses, weighted, 0 where ignored; and the divisor of their sum. Both are in units of ``unit``."""
+    """Element losses, weighted, 0 where ignored; and the divisor of their sum. A mean has both in units of ``unit``."""
 
     values: Tensor  # [N, *], compute dtype
     divisor: Tensor | float  # scalar: number of elements, or their mass of weights; 0 for a plain sum
-    unit: Tensor | None = None  # scalar, the weights were divided by it; None without weights
+    unit: Tensor | None = None  # scalar, the weights were divided by it; None for 1
     check: DeviceCheck | None = None  # checks of values that have not been read
 
     @staticmethod
@@ -105,8 +105,10 @@ class Elements(NamedTuple):
         if weight_with_check is not None:
             weight, check = weight_with_check
             checks = checks if check is None else [*checks, check]
-            unit = weight_unit(weight)
-            weight = weight / unit
+            if is_mean:
+                unit = weight_unit(weight)
+                weight = weight / unit
+            weight = weight.to(values.dtype)
             values, counted = values * weight, weight if counted is None else counted * weight
         divisor = float(number) if counted is None else counted.sum()
         return Elements(values, divisor if is_mean else 0.0, unit, combined(checks))
@@ -121,11 +123,7 @@ def local_loss(elements: Elements, reduction: str) -> Tensor:
 
 def reduce_elements(elements: Elements, reduction: str) -> Tensor:
     """Return the loss over the elements of this rank."""
-    values, divisor, unit, _ = elements
-    if reduction == "none":
-        return values if unit is None else values * unit
-    mean = local_mean(values.sum(), divisor)
-    return mean * unit if unit is not None and reduction == "sum" else mean
+    return elements.values if reduction == "none" else local_mean(elements.values.sum(), elements.divisor)
 
 
 def check_inputs(inputs: Tensor, targets: Tensor) -> None:

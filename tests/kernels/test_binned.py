@@ -25,10 +25,14 @@ FULL = pytest.mark.full
 TEMPERATURES = [1e-6, *(pytest.param(tau, marks=FULL) for tau in (1e-4, 1e-2, 10.0)), 0.1, 1.0, 1e6]
 
 
-def smooth_ap_by(method: str, scores: Tensor, positive: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the loss (C,) and the gradient (C, M) by one method, in float64."""
-    leaf = scores.clone().requires_grad_()
-    loss, _ = smooth_ap_sums(leaf, positive, None, None, temperature, method)
+def smooth_ap_by(
+    method: str, scores: Tensor, positive: Tensor, temperature: float, *, is_weighted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the loss (C,) and the gradient (C, M) by one method, in float64; with weights from 1e-3 to 1e3."""
+    leaf, weight = scores.clone().requires_grad_(), None
+    if is_weighted:
+        weight = 10 ** (6 * torch.rand(scores.shape[1], generator=generator()) - 3).to(scores)
+    loss, _ = smooth_ap_sums(leaf, positive, None, weight, temperature, method, key_weight=weight)
     loss.sum().backward()
     assert leaf.grad is not None
     return loss.detach().double(), leaf.grad.double()
@@ -45,7 +49,8 @@ def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], d
 
 
 @pytest.mark.parametrize(
-    "form", ["float64", *(pytest.param(form, marks=pytest.mark.slow) for form in ("float32", "many rows"))]
+    "form",
+    ["float64", *(pytest.param(form, marks=pytest.mark.slow) for form in ("float32", "many rows", "float64 weights"))],
 )
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", SETS)
@@ -54,10 +59,10 @@ def test_smooth_ap_by_bins(name: str, temperature: float, form: str, monkeypatch
     if form == "many rows":
         monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=0))
         assert node_tables.order_for(torch.empty(0), 1).p == 3
-    dtype = torch.float64 if form == "float64" else torch.float32
+    dtype, weighs = torch.float64 if "float64" in form else torch.float32, {"is_weighted": "weights" in form}
     scores, positive = SETS[name]()[None], torch.rand(1, ROWS, generator=generator()) < 0.02
-    reference = smooth_ap_by("direct", scores.double(), positive, temperature)
-    assert_same(smooth_ap_by("binned", scores.to(dtype), positive, temperature), reference, dtype)
+    reference = smooth_ap_by("direct", scores.double(), positive, temperature, **weighs)
+    assert_same(smooth_ap_by("binned", scores.to(dtype), positive, temperature, **weighs), reference, dtype)
 
 
 @pytest.mark.parametrize("method", ["direct", "binned"])
@@ -99,9 +104,12 @@ def test_rows_and_classes_are_split(
 ) -> None:
     scores = torch.randn(num_classes, size, generator=generator()).double()
     positive = torch.rand(num_classes, size, generator=generator()) < 0.02
-    expected = smooth_ap_by("binned", scores, positive, 0.1)
+    expected = [smooth_ap_by("binned", scores, positive, 0.1, is_weighted=weighs) for weighs in (False, True)]
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(**change))
-    assert_same(smooth_ap_by("binned", scores, positive, 0.1), expected, torch.float64)
+    for weighs in (False, True):
+        found = smooth_ap_by("binned", scores, positive, 0.1, is_weighted=weighs)
+        assert_same(found, expected[weighs], torch.float64)
+        assert not torch.allclose(found[0], expected[not weighs][0], rtol=1e-3)
 
 
 # The class, the row and the sign of infinities among 600 rows, of which rows 0 and 300 are positives.

@@ -43,11 +43,18 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def definition(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, tau: float
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    tau: float,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, gradient and validity of each class in float64, pair by pair; without a row itself."""
     leaf = scores.double().requires_grad_()
-    weights = (torch.ones(()) if weight is None else weight).double().expand_as(scores)
+    weights, keys = (
+        (torch.ones(()) if given is None else given).double().expand_as(scores) for given in (weight, key_weight)
+    )
     member = torch.ones_like(positive) if member is None else member
     losses, valid = [], []
     for c, row in enumerate(leaf):
@@ -55,7 +62,8 @@ def definition(
         shares = weights[c, places[:, 0]]
         is_own = places == torch.arange(len(row))
         above = torch.sigmoid(((row - row[places]) / tau).masked_fill(is_own | ~member[c], -math.inf))
-        terms = shares / shares.sum() * (1 - (1 + above[:, positive[c]].sum(1)) / (1 + above.sum(1)))
+        own, above = keys[c, places[:, 0]], above * keys[c]
+        terms = shares / shares.sum() * (1 - (own + above[:, positive[c]].sum(1)) / (own + above.sum(1)))
         valid.append(bool(shares.sum() > 0 and (member[c] & ~positive[c]).any()))
         losses.append(terms.sum() if valid[-1] else 0 * row.clamp(-1, 1).sum())
     loss = torch.stack(losses)
@@ -77,9 +85,12 @@ def assert_method(method: str, scores: Tensor, extra: str, tau: float = 0.3, fac
     if weight is not None:
         weight[:, 4:9] = 0  # a positive of no weight still ranks
         weight = weight if "each class" in extra else weight[0]
-    expected, slopes, valid = definition(scores, positive, member, weight, tau * factor)
+    key_weight = None
+    if "of all rows" in extra:
+        weight = key_weight = torch.where(weight > 0, weight, 1.0)
+    expected, slopes, valid = definition(scores, positive, member, weight, tau * factor, key_weight)
     leaf = scores.clone().requires_grad_()
-    loss, is_valid = smooth_ap_sums(leaf, positive, member, weight, tau, METHODS[method])
+    loss, is_valid = smooth_ap_sums(leaf, positive, member, weight, tau, METHODS[method], key_weight=key_weight)
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     limit = LIMITS[scores.dtype]
     assert torch.equal(is_valid, valid)
@@ -110,7 +121,8 @@ def normal(num_classes: int, num_rows: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_classes, num_rows, generator=generator, dtype=torch.float64).to(dtype)
 
 
-FAST, SLOW = ["", "members, weights of each class"], ["members", "weights"]
+FAST = ["", "members, weights of each class", "weights of all rows"]
+SLOW = ["members", "weights", "members, weights of all rows of each class"]
 
 
 @pytest.mark.parametrize("extra", [*FAST, *(pytest.param(extra, marks=pytest.mark.slow) for extra in SLOW)])

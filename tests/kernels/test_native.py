@@ -99,22 +99,29 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
 @needs_extension
 @pytest.mark.parametrize("num_classes", [1, 3, 70])
 @pytest.mark.parametrize("temperature", [None, 0.3])
+@pytest.mark.parametrize("weighting", [None, "rows", "positives"])
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_small_pool_in_one_step(
-    dtype: torch.dtype, temperature: float | None, num_classes: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    weighting: str | None,
+    temperature: float | None,
+    num_classes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the third call on the module takes the short way, which is the long one to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     counted, plain = [], file.smooth_ap_of_rows
     monkeypatch.setattr(file, "smooth_ap_of_rows", lambda *given: counted.append(plain(*given)) or counted[-1])
-    loss, long = (kind(num_classes, temperature=temperature) for kind in (fullrank.SmoothAPLoss, TheLongWay))
+    options = {"temperature": temperature, "weighting": weighting or "rows"}
+    loss, long = (kind(num_classes, **options) for kind in (fullrank.SmoothAPLoss, TheLongWay))
     for seed, count in enumerate((64, 64, 300, 64, 1400)):  # with several classes the spread is that of a sample
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(count, num_classes, generator=generator, dtype=torch.float64).to(dtype)
         # The last of several classes has no positive.
         targets = torch.randint(max(2, num_classes - 1), (count,), generator=generator)
         logits = [scores.clone().requires_grad_() for _ in range(2)]
-        values = loss(logits[0], targets), long(logits[1], targets)
+        weight = None if weighting is None else torch.rand(count, generator=generator)
+        values = loss(logits[0], targets, sample_weight=weight), long(logits[1], targets, sample_weight=weight)
         for value in values:
             (value / 3).backward()
         assert torch.equal(*values)
@@ -262,7 +269,7 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (90_000, 1), (500, 9), (90, 65), (200, 151)):
         scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
         targets = torch.arange(num_rows) % max(2, num_classes)
-        found = native.smooth_ap_of_rows(scores, targets, None, -100, None, 1.0, False, ALL)
+        found = native.smooth_ap_of_rows(scores, targets, None, None, -100, None, 1.0, False, ALL)
         assert found[3] == spread_of(scores.t().contiguous(), None)
     for scores, targets in (
         (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
@@ -272,13 +279,13 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         (torch.arange(8, dtype=dtype), torch.arange(8)),
         (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
     ):
-        assert native.smooth_ap_of_rows(scores[:, None], targets, None, -100, None, 1.0, False, ALL) is None
+        assert native.smooth_ap_of_rows(scores[:, None], targets, None, None, -100, None, 1.0, False, ALL) is None
     ordinary = torch.arange(8, dtype=dtype)[:, None], torch.arange(8) % 2
-    assert native.smooth_ap_of_rows(*ordinary, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
+    assert native.smooth_ap_of_rows(*ordinary, None, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
     without_positive = ordinary[0], 0 * ordinary[1]
-    assert native.smooth_ap_of_rows(*without_positive, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
+    assert native.smooth_ap_of_rows(*without_positive, None, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
-        assert native.smooth_ap_of_rows(*ordinary, None, ignored, temperature, 1.0, True, most) is None
+        assert native.smooth_ap_of_rows(*ordinary, None, None, ignored, temperature, 1.0, True, most) is None
 
 
 @needs_extension
@@ -297,11 +304,18 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
             expected[k].scatter_add_(1, bins, torch.where(held, u.double() ** k, 0.0))
         found = native.moments(scores, member, scale, first, num_bins, p)
         torch.testing.assert_close(found[..., :-1], expected[..., :-1], rtol=0, atol=1e-12)
+        weight = torch.rand(2, 1000, dtype=dtype)
+        weighted = native.moments(scores, member, scale, first, num_bins, p, weight=weight)
+        for k in range(p):
+            expected[k] = expected[k].zero_().scatter_add_(1, bins, torch.where(held, weight * u.double() ** k, 0.0))
+        torch.testing.assert_close(weighted[..., :-1], expected[..., :-1], rtol=0, atol=1e-12)
         table, out = torch.randn(p, 2, num_bins + 1, dtype=dtype), torch.empty_like(scores)
         table[..., -1] = 0
         native.evaluate(table, scores, member, scale, first, out)
         value = sum(table[k].gather(1, bins).double() * u.double() ** k for k in range(p))
         torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
+        native.evaluate(table, scores, member, scale, first, out, weight=weight)
+        torch.testing.assert_close(out.double(), (weight * value).where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
         # Of the only class two sums, and two polynomials.
         only = scores[:1], None, scale, first[:1]
         groups = native.moments(*only, num_bins, p, positive[:1])

@@ -101,6 +101,11 @@ INVARIANCES: dict[str, tuple[Callable[[Rows], Changed], bool, bool]] = {
     "classes in another order": (other_classes, True, False),
     "weights of one": (weighing(1.0), False, True),
     "weights of two": (weighing(2.0), False, False),
+    "weights times a number": (
+        lambda rows: Changed(rows._replace(sample_weight=1e300 * rows.sample_weight)),
+        True,
+        False,
+    ),
 }
 
 
@@ -297,23 +302,35 @@ def test_without_valid_classes_the_loss_is_zero_and_connected(name: str, missing
 
 
 @pytest.mark.parametrize("name", OF_ORDER)
-def test_positives_of_no_weight_do_not_count(name: str) -> None:
-    """Whatever their scores are, but for a NaN; a class that has no others is not valid."""
+def test_rows_of_no_weight_do_not_count(name: str) -> None:
+    """Whatever their scores are; a class that has no other positives, or if it needs them negatives, is not valid."""
     form, case, rows = FORMS[name], INPUTS["classes"], INPUTS["classes"].rows()
-    weightless = rows._replace(sample_weight=(rows.targets != 1).double())
-    module = case.module(form)
-    assert cases.call(module, weightless, return_per_class=True).valid.tolist() == [True, False, True]
-    if "dro" not in name:
-        return  # the others rank it, and thresholds are those of all rows
-    place = int((rows.targets == 1).nonzero()[0])
-    kept = torch.arange(len(rows.targets)) != place
-    expected = run(name, case, reference.take(rows, kept))[0][1]
-    for score, found in ((-math.inf, expected), (math.nan, torch.tensor(math.nan, dtype=torch.float64))):
-        logits = rows.logits.clone()
-        logits[place, 1] = score
-        value = run(name, case, Rows(logits, rows.targets, None, kept.double()))[0]
-        assert_close(value[1], found, equal_nan=True, **SAME)
-        assert value[[0, 2]].isfinite().all() or not math.isnan(score)
+    for weight, needed in ((rows.targets != 1, "positives"), (rows.targets == 1, "negatives")):
+        found = cases.call(case.module(form), rows._replace(sample_weight=weight.double()), return_per_class=True)
+        assert bool(found.valid[1]) == (needed not in form.loss.needs)
+    kept = torch.arange(len(rows.targets)) % 4 > 0  # of those that are left out some are positives, others negatives
+    expected, slopes = run(name, case, reference.take(rows, kept))
+    for score in (2.0, -math.inf, math.nan):
+        logits = torch.where(kept[:, None], rows.logits, score)
+        found, gradient = run(name, case, Rows(logits, rows.targets, None, kept.double()))
+        assert_same((found, gradient[kept]), (expected, slopes))
+        assert not gradient[~kept].any()
+    control, _ = run(name, case, Rows(torch.where(kept[:, None], rows.logits, 2.0), rows.targets))
+    assert not torch.allclose(control, expected, rtol=1e-6)
+
+
+@over_forms
+def test_equal_weights_are_none(name: str) -> None:
+    """To the last bit. The control: weights that are nearly equal, and all but one or all of them 0."""
+    case = INPUTS["classes"]
+    rows = case.rows()
+    expected = run(name, case, rows)
+    for weight in (1.0, 0.3, 1e-300):
+        found = run(name, case, rows._replace(sample_weight=torch.full((case.num_rows,), weight, dtype=torch.float64)))
+        assert all(torch.equal(*both) for both in zip(found, expected))
+    nearly = torch.linspace(1, 1.001, case.num_rows, dtype=torch.float64)
+    assert not torch.equal(run(name, case, rows._replace(sample_weight=nearly))[0], expected[0])
+    assert run(name, case, rows._replace(sample_weight=nearly * 0))[0].isnan().all()
 
 
 @over_losses

@@ -214,25 +214,26 @@ def test_gradients_at_soft_targets(gamma: float) -> None:
     assert error(gradients[0], gradients[1]) <= FLOAT32
 
 
-# Weights whose sum float32 cannot hold
+# Weights that the dtype of the scores cannot hold, or their sum
 
-HUGE = {torch.float32: 3e38, torch.float64: 3e307}
+WEIGHTS = [(torch.float32, 3e38), (torch.float32, 1e-30), (torch.float64, 3e306), (torch.float64, math.exp(-200))]
 WEIGHTED = [name for name, form in FORMS.items() if form.loss.takes("sample_weight")]
 
 
-@pytest.mark.parametrize("dtype", HUGE, ids=str)
-@pytest.mark.parametrize("weight", ["huge", 1.0, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_whose_sum_overflows(name: str, weight: str | float, dtype: torch.dtype) -> None:
-    """Weights that are all the same, however large, are no weights."""
-    value = HUGE[dtype] if isinstance(weight, str) else weight
+def test_weights_count_by_their_ratios(name: str, weight: tuple[torch.dtype, float], dtype: torch.dtype) -> None:
+    """However large or small all of them are. The control: no weights."""
+    ramp = torch.linspace(0.01, 1, 64, dtype=torch.float64)
     outcomes = []
-    for given in (torch.full((64,), value, dtype=dtype), None):
+    for given in ((weight[1] * ramp).to(weight[0]), ramp, None):
         leaf, form = normal(64, 3).to(dtype).requires_grad_(), FORMS[name]
         loss = form.call(num_classes=3)(**form.arguments(leaf, torch.arange(64) % 3), sample_weight=given)
         outcomes.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     assert outcomes[1][0] > 0
-    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=5e-6, atol=1e-8)
+    assert not torch.allclose(outcomes[2][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
 
 
 def test_sums_and_elements_keep_the_unit_of_huge_weights() -> None:

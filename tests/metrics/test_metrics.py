@@ -12,11 +12,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from sklearn.metrics import roc_curve
+from sklearn.metrics import recall_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAveragePrecision
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -186,8 +187,8 @@ def recall_reference(scores, targets, quantile, method):
     return np.mean(scores[targets == 1] >= threshold)
 
 
-def pauc_reference(scores, targets, alpha, beta):
-    fpr, tpr, _ = roc_curve(targets, scores, drop_intermediate=False)
+def pauc_reference(scores, targets, alpha, beta, weights=None):
+    fpr, tpr, _ = roc_curve(targets, scores, drop_intermediate=False, sample_weight=weights)
     inside = (fpr > alpha) & (fpr <= beta)
     # Where the curve is vertical, np.interp takes its upper end: the first point of the band, and no area at its last.
     x = np.concatenate([[alpha], fpr[inside], [beta]])
@@ -286,10 +287,10 @@ def test_ignored_rows_are_left_out_whatever_they_hold(ignore_index):
 
 def test_devices(device):
     logits, targets = (tensor.to(device) for tensor in make_rows(301))
-    for metric, reference in zip(make_metrics(), make_metrics()):
+    for metric, on_host in zip(make_metrics(), make_metrics()):
         value = _value(metric.to(device), logits, targets)
         assert value.device.type == device.type
-        _close(value.cpu(), _value(reference, logits.cpu(), targets.cpu()))
+        _close(value.cpu(), _value(on_host, logits.cpu(), targets.cpu()))
         _close(metric.to("cpu").compute(), value.cpu())
 
 
@@ -478,7 +479,7 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         targets[7] = -100  # a row that takes part in nothing
     by_class = []
     for multi, single in zip(make_metrics(multi_hot=True), make_metrics()):
-        assert all(part.shape == (0, NUM_CLASSES) for part in multi.rows())
+        assert [part.shape for part in multi.rows()] == [(0, NUM_CLASSES), (0, NUM_CLASSES), (0,)]
         half = len(logits) // 2
         for part in (slice(half), slice(half, None)):
             multi.update(logits[part], targets[part].to(dtype))
@@ -565,13 +566,78 @@ def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(rank, case):
         update_with_shard(metric, rank, shards)
         for _ in range(2):  # a cached value would not communicate
             _close(metric.compute().reshape(-1), expected)
-    assert len(calls) == 4 * len(first)  # logits and targets
+    assert len(calls) == 2 * 3 * len(first)  # logits, targets and weights
     if case == "uneven":  # the control: the mean of the values of the ranks
         cuts = [sum(shard) for shard in shards]
         for metrics, value in zip(zip(*(make_metrics(sync_on_compute=False) for _ in shards)), first):
             parts = zip(metrics, logits.split(cuts), targets.split(cuts))
             mean = torch.stack([_value(*part) for part in parts]).mean(dim=0)
             assert (mean - torch.tensor(value, dtype=torch.float64)).abs().max() > 1e-3
+
+
+def weighted_rows(seed=0, high=4):
+    """Rows of one class with ties and whole weights, some of them 0."""
+    logits, targets = make_rows(300, seed, num_classes=1)
+    kept = targets != -100
+    generator = torch.Generator().manual_seed(seed)
+    return logits[kept], targets[kept], torch.randint(0, high, (int(kept.sum()),), generator=generator)
+
+
+@pytest.mark.parametrize("basis", ["fpr", "population"])
+def test_weighted_rates_are_those_of_scikit_learn_and_of_repeated_rows(basis):
+    logits, targets, weights = weighted_rows()
+    metric = PAUCAtBudget(1, alpha=0.05, beta=0.4, budget_basis=basis)
+    repeated = _value(metric, *(rows.repeat_interleave(weights, dim=0) for rows in (logits, targets)))
+    metric.reset()
+    metric.update(logits[:100], targets[:100], sample_weight=weights[:100])
+    metric.update(logits[100:], targets[100:], sample_weight=weights[100:].double())
+    weighted = metric.compute()
+    _close(weighted, repeated)
+    if basis == "fpr":
+        expected = pauc_reference(logits[:, 0].numpy(), targets.numpy(), 0.05, 0.4, weights.numpy())
+        assert float(weighted) == pytest.approx(expected, abs=1e-12)
+    curve, without = metric.review_curve(), _value(metric, logits, targets)
+    metric.reset()
+    metric.update(*(rows.repeat_interleave(weights, dim=0) for rows in (logits, targets)))
+    for values, others in zip(curve, metric.review_curve()):
+        _close(values, others)
+    assert abs(float(weighted - without)) > 1e-4  # control
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_weighted_recall_is_that_of_its_definition(interpolation):
+    """And that of scikit-learn at the threshold; at most the share q of the weight is strictly above it."""
+    for seed, q in itertools.product(range(5), (0.05, 0.21, 0.5, 0.9)):
+        logits, targets, weights = weighted_rows(seed, high=9)
+        scores, masses = logits[:, 0].tolist(), weights.tolist()
+        pairs = [pair for pair in zip(scores, masses) if pair[1]]
+        threshold = sum(reference.upper_level([x for x, _ in pairs], q, interpolation, [m for _, m in pairs]))
+        metric = RecallAtQuantile(1, quantile=q, quantile_interpolation=interpolation)
+        metric.update(logits, targets, sample_weight=weights.double() * 1e300)
+        expected = recall_score(targets, logits[:, 0].double() >= threshold, sample_weight=weights)
+        assert float(metric.compute()) == pytest.approx(expected, abs=1e-12)
+        if interpolation == "higher":
+            assert float(weights[logits[:, 0] > threshold].sum() / weights.sum()) <= q
+
+
+@on_ranks()
+def test_weights_over_ranks(rank):
+    """A rank whose rows have none counts them as 1; another has no rows."""
+    logits, targets, weights = weighted_rows()
+    weights[:100] = 1
+    for metric in (RecallAtQuantile(1, quantile=0.1), PAUCAtBudget(1, beta=0.3)):
+        own = copy.deepcopy(metric)
+        if rank == 0:
+            own.update(logits[:100], targets[:100])
+        elif rank == dist.get_world_size() - 1:
+            own.update(logits[100:], targets[100:], sample_weight=weights[100:])
+        alone = copy.deepcopy(metric)
+        alone.sync_on_compute = False
+        alone.update(logits, targets, sample_weight=weights)
+        _close(own.compute(), alone.compute())
+        alone.reset()
+        alone.update(logits, targets)
+        assert abs(float(own.compute() - alone.compute())) > 1e-4  # control
 
 
 @pytest.mark.parametrize("metric", [RecallAtQuantile, PAUCAtBudget])

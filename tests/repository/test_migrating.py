@@ -75,8 +75,10 @@ def test_every_name_and_argument_is_there() -> None:
 
 def steps_of(module: Any, name: str, options: dict[str, Any], *, weighted: bool = False) -> list[Tensor]:
     """Return losses, per-class losses and gradients of six steps, the queue filling; thresholds have no gradient."""
-    if module is fullrank and name != "SmoothAPLoss" and options.get("surrogate") != "pairwise":
-        options = options | {"threshold_gradient": False}
+    if module is fullrank:
+        options = options | {"weighting": "positives"}
+        if name != "SmoothAPLoss" and options.get("surrogate") != "pairwise":
+            options |= {"threshold_gradient": False}
     loss = getattr(module, name)(queue_size=256, **options)
     if module is not fullrank:
         loss.double()  # its queue is a buffer of the module's dtype
