@@ -83,6 +83,8 @@ def test_several_classes_and_queries_are_means() -> None:
     loss(torch.randn(6), torch.tensor([1, 0, 0, 1, 0, 0]), indexes=torch.tensor([0, 0, 1, 1, 2, 2]))
     assert seen(monitor)["positives"] == 2
     assert seen(monitor)["without_positives"] == pytest.approx(1 / 3, abs=1e-6)
+    loss(torch.randn(0), torch.zeros(0), indexes=torch.zeros(0, dtype=torch.int64))  # no query is missing
+    assert seen(monitor)["without_positives"] == pytest.approx(1 / 6, abs=1e-6)
 
 
 LOSSES = [

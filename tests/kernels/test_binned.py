@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fullrank
 from fullrank.kernels import native, node_tables
+from fullrank.kernels import sigmoid_sums as pairwise_sums
 from fullrank.kernels.bins import cover, cover_bulk, find_bins, locate, most_bins
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.smooth_ap import binned, sums
@@ -169,14 +170,23 @@ def test_sigmoid_sums_by_bins(sizes: tuple[int, int, int, int], temperature: flo
             assert (ours - reference).norm() <= limit * reference.norm()
 
 
-def test_sigmoid_sums_with_an_outlier_and_with_infinity() -> None:
-    queries, keys, weights = normal(500)[None], normal(3000)[None].clone(), torch.ones(1, 3000, 1)
-    keys[0, 3] = 1e30
-    for extreme in (1e30, math.inf):
-        keys[0, 3] = extreme
-        reference = sigmoid_sums(queries.double(), keys.double(), weights.double(), 0.1, method="direct")
-        ours = sigmoid_sums(queries, keys, weights, 0.1, method="binned")
-        torch.testing.assert_close(ours.double(), reference, rtol=2e-6, atol=1e-6)
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_sigmoid_sums_with_an_outlier_and_with_infinity(num_classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bins hold the outlier of one class and the rows of another: each class has its own, forward and backward."""
+    queries, keys = (normal(size).repeat(num_classes, 1).requires_grad_() for size in (500, 3000))
+    weights, gradients = torch.ones(num_classes, 3000, 1), {}
+    for extreme in (math.inf, 1e30):
+        with torch.no_grad():
+            keys[0, 3] = extreme
+        for method in ("direct", "binned"):
+            with monkeypatch.context() as patch:
+                if (method, extreme) == ("binned", 1e30):
+                    patch.delattr(pairwise_sums, "chunks_of_pairs")
+                points = [tensor.double() if method == "direct" else tensor for tensor in (queries, keys, weights)]
+                sums = sigmoid_sums(*points, 0.1, method=method)
+                gradients[method] = [sums.detach().double(), *torch.autograd.grad(sums.square().sum(), (queries, keys))]
+        for ours, exact in zip(gradients["binned"], gradients["direct"]):
+            torch.testing.assert_close(ours.double(), exact.double(), rtol=2e-6, atol=2e-6 * float(exact.abs().max()))
 
 
 def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,19 @@ def test_memory_of_any_layout(form: str) -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize(("dtype", "widest", "limit"), [(torch.float32, 80, 5e-7), (torch.float64, 600, 1e-15)])
+def test_a_pair_to_the_last_digits(dtype: torch.dtype, widest: float, limit: float) -> None:
+    """Of one positive and one negative: s / (1 + s) of the sigmoid s, and its slope, a relative error for each gap."""
+    gaps = torch.linspace(-widest, widest, 4001, dtype=torch.float64).to(dtype).double()
+    scores = torch.stack([-gaps / 2, gaps / 2], dim=1)
+    above, below = gaps.sigmoid(), (-gaps).sigmoid()
+    positive = torch.tensor([[True, False]]).expand_as(scores)
+    loss, gradient, _ = native.smooth_ap(scores.to(dtype), positive, None, None, 1.0, True)
+    assert (loss / (above / (1 + above)) - 1).abs().max() <= limit
+    assert (gradient[:, 1] / (above * below / (1 + above).square()) - 1).abs().max() <= 2 * limit
+
+
+@needs_extension
 def test_the_default_device_is_not_asked() -> None:
     scores, positive, _ = rows(1, 50, torch.float32)
     with torch.device("meta"):

@@ -286,6 +286,7 @@ ADVICE: dict[str, Callable[[], object]] = {
     "ignore_index is not supported for floating point": lambda: CrossEntropyLoss(ignore_index=2)(LOGITS, LOGITS * 0),
     r"broadcast to \(8, 3\).*sample_weight": lambda: BCEWithLogitsLoss(ONES)(LOGITS, LOGITS * 0),
     r"pos_weight: .* broadcast to \(8, 3\)": lambda: BCEWithLogitsLoss(None, LOGITS[None])(LOGITS, LOGITS * 0),
+    r"got .*\(8, 3\)\. Flatten leading dimensions; for": lambda: SmoothAPLoss(2)(LOGITS, BINARY),
     r"Pass float\(temperature\)\.": lambda: SmoothAPLoss(3, temperature=torch.tensor(0.1)),
     "max_pool_size: expected None in a call with indexes, got 100": lambda: SmoothAPLoss(1, max_pool_size=100)(
         LOGITS[:, :1], BINARY, indexes=TARGETS

@@ -113,6 +113,9 @@ def test_what_is_refused() -> None:
     scores, relevance, _ = rows_of(30)
     with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
         NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
+    relevance[3] = -7  # one row alone
+    with pytest.raises(ValueError, match=r"numbers >= 0, finite, .*got -7"):
+        NDCGLoss()(scores, relevance)
 
 
 def test_unchecked_relevance_below_zero_is_a_gain_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:

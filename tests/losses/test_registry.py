@@ -55,6 +55,14 @@ def test_every_loss_has_a_row_and_every_argument_an_entry() -> None:
     assert SHARED.keys() <= {one for row in LOSSES.values() for one in row.arguments | row.of_function}
 
 
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.module and loss.function])
+def test_a_function_has_the_defaults_of_its_module(name: str) -> None:
+    loss = LOSSES[name]
+    of_module, of_function = (inspect.signature(call).parameters for call in (loss.module, loss.function))
+    for argument in loss.arguments & loss.of_function:
+        assert of_function[argument].default == of_module[argument].default, argument
+
+
 RECALL, NDCG = LOSSES["recall"], LOSSES["ndcg"]
 
 

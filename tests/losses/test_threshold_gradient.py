@@ -158,6 +158,9 @@ def test_a_class_that_is_not_valid_has_no_gradient(interpolation: str) -> None:
         (gradient,) = torch.autograd.grad(per_class[0], leaf, retain_graph=True)
         assert bool(gradient[:, 0].any())
         assert not bool(gradient[:, 1].any())
+        empty = leaf.detach()[:0].requires_grad_()
+        loss(empty, targets[:0]).backward()
+        assert empty.grad is not None
 
 
 # Digits
