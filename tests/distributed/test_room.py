@@ -142,6 +142,13 @@ def test_random_calls(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_rows_that_stay_on_their_ranks_need_no_room(rank: int) -> None:
+    group = dist.new_group()
+    ShardedLoss(fullrank.SmoothAPLoss(group=group))(torch.linspace(-1, 1, 4000), torch.arange(4000) % 2)
+    assert room_of(group).size == 0
+
+
+@on_ranks(2)
 def test_the_default_device_is_not_asked(rank: int) -> None:
     group = dist.new_group()
     for _ in range(2):

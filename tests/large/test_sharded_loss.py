@@ -169,13 +169,17 @@ def forms_taken() -> Iterator[list[str]]:
         yield taken
 
 
+# 41 bins of 8 fine ones with 6 moments of 2 groups; counts of 11, 11 and 10 bits for 1 quantile, and for 4.
+NUMBERS = {"smooth_ap": 2 * 6 * 41 * 8, "recall": 2048 + 2048 + 1024, "pauc": 2048 + 4 * (2048 + 1024)}
+
+
 @pytest.mark.parametrize("name", KINDS)
 @on_ranks()
 def test_all_ranks_take_one_form_on_both_sides_of_the_boundary(rank: int, name: str) -> None:
     """Nothing is forced. The number of rows of all ranks decides, however they are spread, and where it changes both
     forms have the loss and the gradient of a gathered pool.
 
-    What the threshold costs is 16 bytes for each count, what a gather costs 12 for each row. Ranks that choose by their
+    A sum costs 16 bytes for each number, a gather 12 for each row. Ranks that choose by their
     own rows would take different forms here, and meet in different collectives.
     """
     world_size = dist.get_world_size()
@@ -201,6 +205,7 @@ def test_all_ranks_take_one_form_on_both_sides_of_the_boundary(rank: int, name: 
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (middle, many) if of(middle, layouts[2])[0] == "gather" else (few, middle)
+    assert 12 * few < 16 * NUMBERS[name] <= 12 * many
     for shares in layouts:
         (before, exact), (after, error) = of(few, shares), of(many, shares)
         assert (before, exact, after) == ("gather", 0.0, "sums")
