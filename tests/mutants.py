@@ -167,7 +167,10 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
     for node, _, lines in places(ast.parse(text)):
         line = getattr(node, "lineno", lines.start)
         for new in changes(node):
-            found.append(Mutant(path, line, ast.unparse(node), ast.unparse(new), lines, len(found)))
+            reach = lines
+            if isinstance(new, ast.If) and ast.unparse(new.test) == "False":  # only where the body ran is a difference
+                reach = range(new.body[0].lineno, (new.body[-1].end_lineno or 0) + 1)
+            found.append(Mutant(path, line, ast.unparse(node), ast.unparse(new), reach, len(found)))
     return found
 
 
