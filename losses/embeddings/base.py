@@ -69,8 +69,7 @@ class ContrastiveLoss(HoldsQueue):
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        if group is not None:
-            self._check_not_gathered(group, **{name: rows})
+        self._check_not_gathered(group, **{name: rows})
         checked_embeddings(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
         if func_transforms_are_active() or has_tangent(rows):

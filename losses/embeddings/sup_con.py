@@ -84,6 +84,7 @@ class SupConLoss(ContrastiveLoss):
 
         def bring() -> Offer[tuple[Tensor, Tensor]]:
             check_positive("temperature", self.temperature)
+            self._check_not_gathered(group, labels=labels)
             rows, targets = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
             check_values("embeddings", rows)
             ignored = targets == self.ignore_index

@@ -116,16 +116,17 @@ def test_gathered_targets_are_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_every_loss_that_would_be_wrong_refuses_them(rank: int) -> None:
-    """A mean over elements is right: each row counts once for every rank, above and below."""
+    """Rows alone, and labels alone. A mean over elements is right: each row counts once for each rank on both sides."""
     x, y = own_rows(rank)
     y = fullrank.all_gather_no_grad(y)
     for name, form in FORMS.items():
         rows = fullrank.all_gather_with_grad(x.expand(-1, form.columns))
         options = {"reduction": "sum"} if form.loss.kind in ("classes", "elements") else {}
-        if form.loss.module is not None:
-            kind, text = error_of(partial(form.make(**options), **form.arguments(rows, y)))
-            assert kind == "ValueError", (name, kind, text)
-            assert "rows that were gathered already" in text, (name, text)
+        for given in (form.arguments(rows, y.clone()), form.arguments(rows.detach().clone(), y)):
+            if form.loss.module is not None and any(value is y or value.requires_grad for value in given.values()):
+                kind, text = error_of(partial(form.make(**options), **given))
+                assert kind == "ValueError", (name, kind, text)
+                assert "rows that were gathered already" in text, (name, text)
 
 
 @on_ranks()

@@ -327,6 +327,7 @@ def test_messages_say_what_to_do(text: str) -> None:
 
 def test_values_are_not_looked_at_without_validation() -> None:
     assert bool(sigmoid_focal(ONES, -ONES, gamma=0, validate_args=False).isfinite())
+    assert bool(CrossEntropyLoss(validate_args=False)(LOGITS, LOGITS - 1).isfinite())
     labels = NEXT.clone()
     labels[:, 0] = 99  # is no target
     causal_lm_loss(TOKENS, labels)
