@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import runpy
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +71,16 @@ def test_a_pair_to_the_last_digits(dtype: torch.dtype, widest: float, limit: flo
     loss, gradient, _ = native.smooth_ap(scores.to(dtype), positive, None, None, 1.0, True)
     assert (loss / (above / (1 + above)) - 1).abs().max() <= limit
     assert (gradient[:, 1] / (above * below / (1 + above).square()) - 1).abs().max() <= 2 * limit
+
+
+@needs_extension
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 85.0), (torch.float64, 700.0)])
+def test_rows_as_far_apart_as_keys_reach(dtype: torch.dtype, far: float) -> None:
+    """Each of the others is above or below by 1, not by a half: positives have 2 of 3 and 1 of 2 rows above them."""
+    scores = far * torch.tensor([[-3, -1, 0, 1, 2, 3]], dtype=dtype)
+    positive = torch.tensor([[False, False, True, True, False, True]])
+    loss, _, _ = native.smooth_ap(scores, positive, None, None, 1.0, True)
+    assert loss.item() == pytest.approx((1 / 4 + 1 / 3 + 0) / 3, rel=LIMITS[dtype])
 
 
 @needs_extension
@@ -288,6 +302,7 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
         (torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1], dtype=dtype), torch.arange(8) % 2),
         (1000 + torch.arange(8, dtype=dtype) / 100, torch.arange(8) % 2),
+        (torch.tensor([63.0] * 4 + [64.0] * 4, dtype=dtype), torch.arange(8) % 2),  # as bfloat16 rounds
         (torch.arange(8, dtype=dtype) / 0, torch.arange(8) % 2),
         (torch.arange(8, dtype=dtype), torch.arange(8)),
         (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
@@ -362,6 +377,37 @@ def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: p
         for ours, torchs in zip(*found):
             assert (ours - torchs).norm() <= 2 * LIMITS[dtype] * torchs.norm()
     assert len(calls) == 2  # of the keys with ones, forward and backward
+
+
+CHECKED = """
+import sys, pytest
+from fullrank.kernels import native
+native.__file__ = sys.argv[1]
+native.FUNCTIONS.update(native._load())
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+@needs_extension
+@pytest.mark.slow
+@pytest.mark.parametrize("is_control", [False, True])
+def test_every_address_is_inside_of_the_memory_of_the_call(is_control: bool, tmp_path: Path) -> None:
+    """Some of the tests above pass with a library that checks each address; the control allocates too little."""
+    asked = [f"-print-file-name={name}" for name in ("libasan.so", "libstdc++.so.6")] if shutil.which("gcc") else []
+    runtime = [subprocess.check_output(["gcc", option], text=True).strip() for option in asked]
+    if not runtime or not all(map(os.path.isabs, runtime)):
+        pytest.skip("there is no gcc with an address sanitizer")
+    for path in Path(__file__).parents[2].glob("kernels/native/*.[ci]*"):
+        text = path.read_text("utf-8")
+        (tmp_path / path.name).write_text(text.replace("(7 * (num_rows)", "(2 * (num_rows)") if is_control else text)
+    flags = ["-O1", "-fsanitize=address", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run(["gcc", *flags, "sums.c", "-o", "sums.library", "-lm"], cwd=tmp_path, check=True)
+    tests = ["-x", "-s", "-p", "no:cacheprovider", "-k", "layout or moments or reach or one_step", __file__]
+    command = [sys.executable, "-c", CHECKED, str(tmp_path / "__init__.py"), *tests]
+    environment = os.environ | {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0", "FULLRANK_LINES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ("AddressSanitizer" in done.stderr) == is_control, done.stderr
+    assert (done.returncode == 0) == (not is_control), done.stdout
 
 
 @needs_extension
