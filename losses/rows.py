@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.header import DeviceCheck
-from ..errors import Words, check_tensor, expected, warn
+from ..errors import Words, check_tensor, expected
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import func_transforms_are_active, is_batched
 from ..queues.memory_queue import multi_hot_dtype
@@ -162,9 +162,7 @@ def _check_targets(
         if tuple(targets.shape) != (count, rule.num_classes):
             raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
         if validate_args:
-            bad = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
-            if bool(bad.any()):
-                raise _not_binary(targets[bad][0].item(), rule.ignore_index)
+            _check_binary(targets, rule)
         return targets.to(rule.dtype), False, None, None  # the ranks must send the same dtype
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
@@ -187,16 +185,8 @@ def _check_targets(
         if validate_args:
             check_class_range(raw, targets, ignored, rule.num_classes, rule.ignore_index)
         return targets, False, None, num_stored
-    if validate_args and raw.is_floating_point():
-        odd = (raw != 0) & (raw != 1) & (raw != rule.ignore_index)
-        if bool(odd.any()):
-            raise _not_binary(raw[odd][0].item(), rule.ignore_index)
-    elif validate_args:
-        odd = (targets != 0) & (targets != 1) & ~ignored
-        if bool(odd.any()):
-            values = targets[odd].unique()[:8].tolist()
-            text = f"targets: expected 0 or 1 with num_classes=1, got {values}. Every value but 0 counts as positive."
-            warn(f"{text} Use (targets > 0).long() for targets of -1 and +1, num_classes=C for indices of C classes.")
+    if validate_args:  # floats before the conversion cuts them off, integers in a dtype that holds ignore_index
+        _check_binary(raw if raw.is_floating_point() else targets, rule)
     return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False, None, num_stored
 
 
@@ -222,17 +212,22 @@ def _summarize(
     return low, high, num_inexact, num_positive, counts[-1] if stored is not None else None
 
 
-def _not_binary(value: float, ignore_index: int) -> ValueError:
-    fix = ""
+def _check_binary(targets: Tensor, rule: TargetRule) -> None:
+    """Raise ValueError when a target is neither 0 nor 1 nor ignored. Waits for the device."""
+    odd = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
+    if not bool(odd.any()):
+        return
+    value = targets[odd][0].item()
     if value == -1:
-        fix = "Use (targets > 0).long() for targets of -1 and +1."
+        fix = "Use (targets > 0).long() for targets of -1 and +1, ignore_index=-1 if it marks rows without a label."
     elif value != value:
-        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({ignore_index})."
+        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({rule.ignore_index})."
     elif 0 < value < 1:
         fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
-    elif isinstance(value, float):
-        fix = "Use (targets > 0).long() if all but 0 are positives, num_classes=C for indices of C classes."
-    return ValueError(expected("targets", f"0, 1 or ignore_index={ignore_index}", value, fix))
+    else:
+        fix = "Use (targets > 0).long() if all but 0 are positives"
+        fix += "." if rule.multi_hot else ", num_classes=C for indices of C classes."
+    raise ValueError(expected("targets", f"0, 1 or ignore_index={rule.ignore_index}", value, fix))
 
 
 def check_exact(targets: Tensor, num_classes: int) -> None:

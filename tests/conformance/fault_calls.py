@@ -108,6 +108,7 @@ _BINARY_INPUTS = {
     "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
 }
 _BAD_QUERIES = {
+    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "got -1. Use (targets > 0).long()"),
     "indexes not a tensor": _wrong("indexes", lambda i: i.tolist(), "TypeError", "indexes: expected a tensor or None"),
     "shape of indexes": _wrong("indexes", lambda i: i[:, None], "ValueError", "Use indexes.squeeze(1)."),
     "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),

@@ -293,6 +293,11 @@ ADVICE: dict[str, Callable[[], object]] = {
     ),
     r"0, 1 or ignore_index=-100, got 0\.3.* SigmoidFocalLoss for soft": lambda: smooth_ap(ONES, ONES * 0.3),
     r"got -1\.0\. Use \(targets > 0\)\.long\(\) for targets of -1 and \+1": lambda: smooth_ap(ONES, -ONES),
+    r"got -1\. Use \(targets > 0\)\.long\(\).* ignore_index=-1": lambda: smooth_ap(ONES, -ONES.long()),
+    r"got 2\. Use .*positives, num_classes=C": lambda: smooth_ap(ONES, 2 * ONES.long()),
+    r"got 2\. Use \(targets > 0\)\.long\(\) if all but 0 are positives\.$": lambda: smooth_ap(
+        LOGITS, 2 * LOGITS.long() ** 0, multi_hot=True
+    ),
     r"got nan\. Rows without a label .*nan_to_num\(-100\)": lambda: smooth_ap(ONES, ONES * NAN),
     r"got 2\.0\. Use .*num_classes=C": lambda: smooth_ap(ONES, ONES * 2),
     "holds the indices of 257 classes, got a bfloat16 tensor.*Keep class indices as integers": lambda: smooth_ap(
@@ -338,19 +343,27 @@ def test_values_are_not_looked_at_without_validation() -> None:
 
 @pytest.mark.parametrize("name", POOLED)
 def test_a_warning_points_at_the_line_that_calls_the_loss(name: str) -> None:
-    form, logits, odd = POOLED[name].first, LOGITS.reshape(24, 1), torch.tensor([0, 2, 0, 1] * 6)
-    drawn = form.make(num_classes=3, max_pool_size=6)
-    text = r"targets: expected 0 or 1 with num_classes=1, got \[2\].* Use \(targets > 0\)\.long\(\)"
-    calls: list[tuple[str, Callable[[], Tensor]]] = [
-        ("drawn down to max_pool_size=6", lambda: nn.Sequential()(drawn(LOGITS, TARGETS))),
-        (text, lambda: form.make(num_classes=1)(logits, odd)),
-        (text, lambda: form.loss.function(logits, odd, **form.settings)),
-    ]
-    for match, call in calls:
-        with pytest.warns(UserWarning, match=match) as caught:
-            found = call()
-        assert [warning.filename for warning in caught] == [__file__]
-    assert torch.equal(found, form.call()(logits, (odd != 0).long()))  # other values are positive
+    drawn = POOLED[name].first.make(num_classes=3, max_pool_size=6)
+    with pytest.warns(UserWarning, match="drawn down to max_pool_size=6") as caught:
+        nn.Sequential()(drawn(LOGITS, TARGETS))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("odd", [-1, 2])
+@pytest.mark.parametrize("name", POOLED)
+def test_targets_of_one_class_are_0_and_1(name: str, odd: int) -> None:
+    """Also in later calls, with the ignored value among them; unchecked, every value but 0 is a positive."""
+    form, logits, targets = POOLED[name].first, LOGITS.reshape(24, 1), torch.tensor([0, 1, 0, 1] * 6)
+    loss, changed = form.make(num_classes=1), torch.where(targets == 1, odd, 0)
+    for call in range(4):
+        wrong = changed.index_fill(0, torch.tensor([0]), -100 if call % 2 else 0)
+        with pytest.raises(ValueError, match=rf"^targets: expected 0, 1 or ignore_index=-100, got {odd}\."):
+            loss(logits, wrong)
+        loss(logits, targets)
+    with pytest.raises(ValueError, match="targets: expected 0, 1"):
+        form.loss.function(logits, changed, **form.settings)
+    unchecked = form.make(num_classes=1, validate_args=False)(logits, changed)
+    assert torch.equal(unchecked, form.call()(logits, targets))
 
 
 # --- which forms are one ---------------------------------------------------------------------------------------------

@@ -501,13 +501,13 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         multi.update(logits, targets[:, 0])
 
 
-def test_odd_binary_targets_warn_and_count_as_positive_as_in_the_losses():
+def test_odd_binary_targets_raise_as_in_the_losses():
     scores, targets = _binary("random")
     for kind in (RecallAtQuantile, PAUCAtBudget):
         metric = kind(1)
-        with pytest.warns(UserWarning, match="expected 0 or 1 with num_classes=1, got ") as caught:
-            metric.update(scores[:, None], targets * 5)
-        assert caught[0].filename == __file__
+        with pytest.raises(ValueError, match="target: expected 0, 1 or ignore_index=-100, got 5"):
+            metric.update(preds=scores[:, None], target=targets * 5)
+        metric.update(scores[:, None], targets)
         _close(metric.compute(), _value(kind(1), scores, targets))
 
 

@@ -208,6 +208,7 @@ LINES: list[tuple[Callable[[Any], Any], Any, Any]] = [  # ours, theirs
 ]
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "targets out of range": lambda m: m.SmoothAPLoss(3)(draw()[0], draw(columns=4)[1]),
+    "targets of -1 and +1": lambda m: m.SmoothAPLoss(1)(draw()[0][:, :1], 2 * draw(columns=2)[1] - 1),
     "targets of a focal loss": lambda m: m.SigmoidFocalLoss()(draw()[0], draw()[0]),
     "alpha of the default": lambda m: m.PAUCAtBudgetLoss(1, alpha=0.1, beta=0.2),
     "a wrapper with nothing to do": lambda m: m.LossWarmupWrapper(nn.CrossEntropyLoss(), m.SmoothAPLoss(3)),
@@ -219,6 +220,7 @@ def test_a_line_about_imbalanced_losses(line: Callable[[Any], Any], ours: Any, t
     assert (line(fullrank), line(peer("imbalanced_losses"))) == (ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Binary mode")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_an_error_here_and_not_there(case: str) -> None:
     REFUSED[case](peer("imbalanced_losses"))
