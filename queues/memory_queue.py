@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import not_compiled
-from ..errors import check_choice, check_count, check_int, expected
+from ..errors import Words, check_choice, check_count, check_int, expected
 
 Keep = Literal["all", "negatives"]
 
@@ -21,6 +21,11 @@ SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
 
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+
+_ARGUMENTS = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index")
+_NUMBERS = ("num_enqueued", "fill", "pointer")
+_ROWS = ("logits", "targets", "iid_mask", "sample_weight")
+_SAVED = (*_ARGUMENTS, *_NUMBERS, *_ROWS, "is_double", "has_weights", "checksum", "contents")
 
 
 def multi_hot_dtype(ignore_index: int) -> torch.dtype:
@@ -269,11 +274,7 @@ class MemoryQueue(nn.Module):
         resolved = resolve_group(group)
 
         def bring() -> Offer[None]:
-            contents = hashlib.blake2b(repr(self.position).encode(), digest_size=8)
-            for tensor in self.rows():
-                if tensor is not None:
-                    contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-            summary = f"{self._fill} rows with contents {contents.hexdigest()}"
+            summary = f"{self._fill} rows with contents {_digest(self.position, self.rows(), None)}"
             return Offer(None, {"queue": State(summary, SAME_QUEUE)})
 
         agree_on("MemoryQueue.assert_synchronized", resolved, bring)
@@ -315,25 +316,63 @@ class MemoryQueue(nn.Module):
             "pointer": self._pointer,
             "num_enqueued": self._num_enqueued,
             "has_weights": self._has_weights,
+            "contents": _digest(self.position, self.rows(), self.checksum),
         }
 
     def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError when ``state``, from :meth:`get_extra_state`, belongs to a queue with other arguments."""
-        for name in ("capacity", "num_classes", "keep", "multi_hot", "ignore_index"):
+        """Raise ValueError unless :meth:`get_extra_state` of a queue with the same arguments returned ``state``."""
+        empty = (
+            "start with an empty queue: remove the key that ends in 'queue._extra_state' and load with strict=False."
+        )
+        missing = next((name for name in _SAVED if name not in state), None)
+        if missing is not None:
+            fix = f"An earlier version saved it, or it is damaged: {empty}"
+            raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), fix))
+        for name in _ARGUMENTS:
             if state[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
-                fix = (
-                    f"Construct it with {name}={state[name]!r}{of_loss}, or start with an empty queue: "
-                    "remove the key that ends in 'queue._extra_state' and load with strict=False."
-                )
+                fix = f"Construct it with {name}={state[name]!r}{of_loss}, or {empty}"
                 raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
+
+        def require(is_right: bool, name: str, what: str, value: object) -> None:
+            if not is_right:
+                fix = f"The state is damaged, or was changed: load another, or {empty}"
+                raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
+
+        capacity, columns = self.capacity, state["num_classes"] or 0
+        enqueued, fill, pointer = (state[name] for name in _NUMBERS)
+        least, most = 0, 2**63 - 1
+        for name in _NUMBERS:
+            is_right = isinstance(state[name], int) and least <= state[name] <= most
+            require(is_right, name, f"an int in [{least}, {most}]", state[name])
+            if name == "num_enqueued":
+                most = min(capacity, enqueued)
+            elif name == "fill":  # the next row goes to the end until the ring is full
+                least, most = (0, max(0, capacity - 1)) if fill == capacity else (fill, fill)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_ROWS, (capacity,)) | {"checksum": ()}
+        shapes |= {"logits": (capacity, columns)} | ({"targets": (capacity, columns)} if self.multi_hot else {})
+        for name, shape in shapes.items():
+            is_right = isinstance(state[name], Tensor) and state[name].shape == shape
+            require(is_right, name, f"a tensor of shape {shape}", state[name])
+        if state["logits"].is_meta:
+            return
+        logits, targets, iid, weight = (state[name][:fill] for name in _ROWS)
+        require(bool(logits.isfinite().all()), "logits", "finite numbers", Words("others, which never enter a queue"))
+        dtype, has_weights = torch.float64 if state["is_double"] else torch.float32, bool(state["has_weights"])
+        rows = QueueRows(
+            logits.to(dtype), targets.to(self._targets.dtype), iid, weight.to(dtype) if has_weights else None
+        )
+        found = _digest((pointer, fill, enqueued, has_weights), rows, state["checksum"])
+        require(found == state["contents"], "contents", repr(state["contents"]), found)
 
     @torch.inference_mode(False)
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned, on this queue's device.
 
         Raises:
-            ValueError: when the state belongs to a queue with other arguments.
+            ValueError: when the state belongs to a queue with other arguments, or is damaged: a shape, the length, the
+                pointer, a score that is not finite, or rows that are not those that were saved. The queue stays as it
+                is.
         """
         self.check_saved(state)
         self.num_classes = state["num_classes"]
@@ -359,6 +398,16 @@ def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [tensor.resolve_neg().numpy() if tensor is not None and tensor.is_cpu else tensor for tensor in rows]
 
 
+def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Tensor | None) -> str:
+    """Return a hash of the position, of all bits of the rows, and of the checksum."""
+    words = position if checksum is None else (*position, int(checksum))
+    contents = hashlib.blake2b(repr(words).encode(), digest_size=8)
+    for tensor in rows if len(rows.logits) else ():
+        if tensor is not None:
+            contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return contents.hexdigest()
+
+
 def _write(destination: Any, values: Any, default: int = 1) -> None:
     """Write ``values``, or ``default`` if they are None, into a part of an array or a tensor."""
     if values is not None:
@@ -376,7 +425,7 @@ def _mix_bits(values: Any) -> Any:
 
 
 def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Raise ValueError if a queue in ``state_dict`` has other arguments than in ``module``; a pre-hook of loading.
+    """Raise ValueError if a queue in ``state_dict`` is damaged, or not one of ``module``; a pre-hook of loading.
 
     ``load_state_dict`` loads outer modules first. If only the queue checked its state, the losses around it would
     already have the temperature and the schedule of the checkpoint when it raises.

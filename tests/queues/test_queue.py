@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import POOLED
-from on_ranks import on_ranks
-from torch import Tensor
+from on_ranks import common_error, on_ranks
+from torch import Tensor, nn
+from workers import error_of
 
 import fullrank
 from fullrank import MemoryQueue
@@ -305,6 +306,72 @@ def test_rows_that_do_not_fit(logits: Tensor, targets: Tensor, weight: Tensor | 
         queue.enqueue(logits, targets, sample_weight=weight)
     assert len(queue) == 0
     queue.assert_synchronized()  # alone there is nothing to compare
+
+
+DAMAGED: dict[str, list[Any]] = {
+    "fill": [-1, 17, 10**9, 16, 7, "8", 8.0, None],
+    "pointer": [-5, 16, 10**9, 7],
+    "num_enqueued": [-1, 7, 9, 2**70],
+    "logits": [torch.zeros(3, 1), torch.zeros(16, 2), torch.zeros(0), "x", torch.zeros(16, 1), -torch.ones(16, 1) / 0],
+    "targets": [torch.zeros(3), torch.zeros(16, 2), torch.full((16,), 77)],
+    "iid_mask": [torch.zeros(3, dtype=torch.bool), torch.zeros(16, dtype=torch.bool)],
+    "sample_weight": [torch.zeros(2)],
+    "has_weights": [True],
+    "checksum": [torch.tensor(5), torch.zeros(1), 5],
+    "contents": ["", None],
+}
+
+
+def damaged_loss() -> fullrank.SmoothAPLoss:
+    return fullrank.SmoothAPLoss(1, 16, temperature=0.2)
+
+
+@pytest.mark.parametrize("field", DAMAGED)
+def test_a_damaged_state_is_refused_and_nothing_changes(field: str) -> None:
+    """Alone, inside a wrapper, and by the queue itself; the state that was saved is taken."""
+    source = damaged_loss()
+    source(*rows(0, 8))
+    state = source.state_dict()
+    name = "queue._extra_state"
+    for value in DAMAGED[field]:
+        loss = damaged_loss()
+        loss(*rows(20, 5))
+        loss.temperature = 0.1
+        before = loss.state_dict()
+        changed = {**state, name: {**state[name], field: value}}
+        with pytest.raises(ValueError, match=r"of the saved queue: expected .* damaged, or was changed: load another"):
+            loss.load_state_dict(changed)
+        with pytest.raises(ValueError, match="of the saved queue: expected"):
+            loss.queue.set_extra_state(changed[name])
+        without = {key: kept for key, kept in state[name].items() if key != field}
+        with pytest.raises(ValueError, match=f"the saved queue: expected '{field}', got a state without it"):
+            loss.load_state_dict({**state, name: without})
+        assert str(loss.state_dict()) == str(before)
+        wrapper = fullrank.LossWarmupWrapper(nn.BCEWithLogitsLoss(), loss, warmup_steps=1)
+        before = wrapper.state_dict()
+        inside = {f"main_loss.{key}": kept for key, kept in changed.items()}
+        with pytest.raises(ValueError, match="of the saved queue: expected"):
+            wrapper.load_state_dict(before | inside)
+        assert str(wrapper.state_dict()) == str(before)
+        loss.load_state_dict(state)
+        assert torch.equal(loss(*rows(8, 9)), copy.deepcopy(source)(*rows(8, 9)))
+
+
+@on_ranks()
+def test_a_rank_with_a_damaged_state_does_not_continue_in_silence(rank: int) -> None:
+    """It raises where it loads, and the next step raises everywhere; with the state that was saved all continue."""
+    source = damaged_loss()
+    source(*rows(3 * rank, 3))
+    state = copy.deepcopy(source.state_dict())
+    expected = source(*rows(rank, 4))
+    loss, kept = damaged_loss(), state["queue._extra_state"]
+    changed = state | {"queue._extra_state": {**kept, "logits": kept["logits"].flip(0)}}
+    error, _ = error_of(lambda: loss.load_state_dict(changed if rank == 1 else state))
+    assert (error, len(loss.queue)) == (("ValueError", 0) if rank == 1 else ("none", kept["fill"]))
+    _, text = common_error(lambda: loss(*rows(rank, 4)))
+    assert "queue:" in text
+    loss.load_state_dict(state)
+    assert torch.equal(loss(*rows(rank, 4)), expected)
 
 
 def test_a_state_in_another_order_of_memory_is_loaded() -> None:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import error_of, get_pool
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss, LossWarmupWrapper, SmoothAPLoss
+from fullrank.queues import MemoryQueue
 
 # capacity of the queue, steps of some 22 rows before the save, dtype of the logits
 FILLS = {
@@ -347,8 +348,14 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
     ],
 )
 def test_every_field_of_the_state_counts(
-    saved: tuple[str, list[list[float]]], name: str, key: str, field: str, change: Callable[[Any], Any]
+    saved: tuple[str, list[list[float]]],
+    name: str,
+    key: str,
+    field: str,
+    change: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A queue with another field is refused; without that check the losses are others."""
     folder, expected = saved
     fill = "wrapped"
     state = torch.load(path_of(folder, name, fill), weights_only=True)
@@ -357,6 +364,12 @@ def test_every_field_of_the_state_counts(
         loss = make_loss(name, FILLS[fill][0])
         if changes:
             state[key][field] = change(state[key][field])
+            if key == "queue._extra_state":
+                before = loss.state_dict()
+                with pytest.raises(ValueError, match=r"of the saved queue: expected .* damaged, or was changed"):
+                    loss.load_state_dict(state)
+                assert same(loss.state_dict(), before)
+                monkeypatch.setattr(MemoryQueue, "check_saved", lambda *_: None)
         loss.load_state_dict(state)
         losses.append(steps_after(loss, fill))
     assert losses[0] == pytest.approx(expected[CASES.index((name, fill))], rel=1e-12, abs=0)
