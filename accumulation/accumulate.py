@@ -40,6 +40,7 @@ from ..errors import RankValueError, Words, check_amount, check_positive, expect
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
+from .inner_backward import Gradients, gradients_to_watch
 from .token_count import as_numbers, check_scalar, counts_of, token_rule
 from .window import Window, open_window
 
@@ -168,6 +169,8 @@ class Step:
         self._losses: list[Any] = []  # one sum per micro-batch; the device is read when the window closes
         self._items: list[Tensor | float] = []
         self._used: Sequence[bool] = ()  # see Window.switch
+        self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
+        self._num_added: Tensor | None = None  # of elements of them, before the call for it
         self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
         self._error: Exception | None = None  # the first one, for the closing header
         self._is_closed = self._has_ended = False
@@ -189,7 +192,10 @@ class Step:
             ValueError: for a ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module;
                 for a mean without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as
                 one term; for ``num_items`` that are negative or do not add up to the count.
-            RuntimeError: for a micro-batch with two calls, or with none.
+            RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
+                itself, as chunked cross-entropies do, because that part is not divided by the count. It is looked for
+                in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add yourself, such
+                as those of a penalty, belong after this call.
 
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
@@ -223,6 +229,8 @@ class Step:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
         self._num_calls += 1
+        if self._before is not None:
+            self._num_added, self._before = self._before.count_added(), None
         try:
             share = self._checked_share(loss, num_items, others_prepare)
         except Exception as error:
@@ -258,6 +266,7 @@ class Step:
             if window.sync == "each":
                 window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
+            self._before = gradients_to_watch(window.model)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
@@ -335,6 +344,14 @@ class Step:
         def bring() -> Offer[None]:
             if self._error is not None:
                 raise self._error
+            if self._num_added is not None and (number := as_numbers([self._num_added])[0]):
+                what = "no gradient from before step.backward(loss)"
+                got = Words(f"one with {number:.0f} elements that are not 0")
+                fix = (
+                    "A backward inside the loss is not divided by the count: return the loss without calling one in "
+                    "it. Back-propagate what is not to be divided after step.backward(loss)."
+                )
+                raise RuntimeError(expected("loss of micro-batch 0", what, got, fix))
             items = [check_amount("num_items", number) for number in as_numbers(self._items)]
             facts = {"forwards of DDP": window.wrappers.same_forwards}
             return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))

@@ -137,7 +137,8 @@ class DeferredMean:
         Raises:
             TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
-                gradients that are not 0; when there is a newer object for the model.
+                gradients that are not 0, of a step before or of a loss that back-propagates inside itself; when there
+                is a newer object for the model.
 
         Every rank raises an error before the backward, so gradients and counts stay as they were.
         """
@@ -332,7 +333,10 @@ def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None
             fix = f"{SUM_UP}, or pass loss * n."
             failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
         elif num_stale:
-            fix = "Call optimizer.zero_grad() after each step: the division is for the gradients of one step."
+            fix = (
+                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. A loss "
+                "that back-propagates inside itself leaves gradients too: return it without calling backward in it."
+            )
             got = Words(f"gradients with {num_stale:.0f} elements that are not 0")
             what = "no gradient before the first backward of a step"
             failed.append((rank, RuntimeError(expected("model", what, got, fix))))

@@ -242,6 +242,12 @@ class FsdpGroup:
         """Return torch's records of the model's parameters in this group."""
         return [param for param in self.state.fsdp_params if any(id(form) in self._ids for form in _forms(param))]
 
+    def unreduced(self) -> dict[int, Tensor]:
+        """Return the gradients that are not in the ``grad`` of a parameter, by the ids of what they belong to."""
+        found = {id(param): param.unsharded_accumulated_grad for param in self._own_params()}
+        found[id(self.state)] = getattr(self.state, "_partial_reduce_output", None)
+        return {place: grad for place, grad in found.items() if grad is not None}
+
     def discard(self) -> None:
         """Drop every gradient of these parameters, and the unsharded ones left by a backward without reduction."""
         for parameter in self.parameters():

@@ -140,6 +140,11 @@ def local_gradient(entry: Entry) -> Tensor | None:
     grad = entry.parameter.grad
     if grad is None or is_elsewhere(entry.parameter):
         return None
+    return local_values(grad)
+
+
+def local_values(grad: Tensor) -> Tensor:
+    """Return the memory of a gradient as a plain dense tensor."""
     # Under no_grad, to_local() of a DTensor returns its own memory. Partial summands stay: scaling is linear.
     local = grad.to_local() if is_dtensor(grad) else grad
     return sparse_values(local) if local.is_sparse else local

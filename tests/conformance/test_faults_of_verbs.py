@@ -168,6 +168,11 @@ def _twice(step: Any, loss: Tensor, items: int) -> None:
     step.backward(loss * 2)
 
 
+def _inside(step: Any, loss: Tensor, items: int) -> None:
+    loss.backward(retain_graph=True)
+    step.backward(loss)
+
+
 _vector: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]))  # noqa: E731
 _scaled_vector: Any = lambda step, loss, items: step.scale(torch.stack([loss, loss])).backward()  # noqa: E731
 _number: Any = lambda step, loss, items: step.backward(3.0)  # noqa: E731
@@ -206,6 +211,7 @@ LOCAL_LOOPS = {
     "number in 0": looped(0, _number, "TypeError", "loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
     "no graph in 1": looped(1, _no_graph, "ValueError", f"loss of micro-batch 1: {_A_GRAPH}"),
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
+    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected no gradient from before step.b"),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
 }
 SKIPPED = {

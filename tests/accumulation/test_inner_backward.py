@@ -1,0 +1,199 @@
+"""A loss that back-propagates inside itself is refused, and what correct programs do to gradients is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from batches import IGNORED, Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from on_ranks import common_error, on_ranks
+from subjects import Model, by_hand, error, gradient, mesh_of, reduced, wrap
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullrank import DeferredMean, accumulate, clip_grad_norm_, count_valid_tokens, discard_gradients_
+
+
+class _Bridge(torch.autograd.Function):
+    """A value whose gradient has been computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, grad: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        return ctx.saved_tensors[0] * outer, None, None
+
+
+def chunked(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed cross-entropy; the last layer is back-propagated here, in chunks of two tokens."""
+    hidden: list[Tensor] = []
+    down = next(module for name, module in model.named_modules() if name.endswith("down"))
+    with down.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0])):
+        model(batch["tokens"])
+    rows, labels = hidden[0][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    grad, total = torch.zeros_like(rows), rows.new_zeros(())
+    for part in range(0, len(rows), 2):
+        chunk = rows[part : part + 2].detach().requires_grad_()
+        loss = F.cross_entropy(down(chunk), labels[part : part + 2], ignore_index=IGNORED, reduction="sum")
+        loss.backward()
+        grad[part : part + 2] = chunk.grad
+        total += loss.detach()
+    return _Bridge.apply(rows, grad, total)
+
+
+def run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: list[Batch], **options: Any) -> None:
+    for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model), **options):
+        step.backward(loss(model, batch))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_a_chunked_loss_is_refused_on_every_rank(rank: int, kind: str) -> None:
+    """Of one rank, in windows 1 and 2; the control is window 3, in which nothing is looked for."""
+    model, batches, last = wrap(Model(), kind), make_window("uneven", rank), dist.get_world_size() - 1
+    expected = one_process(Model(), all_batches("uneven")).gradient
+
+    def of_last(model: nn.Module, batch: Batch) -> Tensor:
+        # DDP itself refuses a second gradient in the backward that reduces, on this rank alone.
+        is_chunked = rank == last and (kind != "ddp" or batch is batches[0])
+        return (chunked if is_chunked else sum_loss)(model, batch)
+
+    for _ in range(2):
+        found, text = common_error(lambda: run(model, of_last, batches))
+        assert found == "RuntimeError"
+        assert f"rank {last}: loss of micro-batch 0: expected no gradient from before step.backward(loss)" in text
+        assert not gradient(model).any()
+    if kind != "ddp":
+        run(model, chunked, batches)
+        assert error(reduced(model), expected) > 1
+        discard_gradients_(model)
+    run(model, sum_loss, batches)
+    assert error(reduced(model), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@on_ranks()
+def test_gradients_that_fsdp_holds_in_another_dtype_are_seen(rank: int, is_chunked: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    for layer in model:
+        fully_shard(layer, mesh=mesh_of("fsdp2"), mp_policy=policy)
+
+    def window() -> None:
+        for step, batch in accumulate(model, [torch.ones(2, 3, dtype=torch.float64)] * 2, len):
+            hidden = model[0](batch)
+            if is_chunked:
+                leaf = hidden.detach().requires_grad_()
+                model[1](leaf).sum().backward()
+                step.backward(_Bridge.apply(hidden, leaf.grad, hidden.detach().sum()))
+            else:
+                step.backward(model[1](hidden).sum())
+
+    found, text = common_error(window)
+    assert found == ("RuntimeError" if is_chunked else "none"), text
+    assert ("expected no gradient from before" in text) == is_chunked
+
+
+@on_ranks()
+def test_deferred_mean_refuses_it_on_every_rank(rank: int) -> None:
+    model, batches, last = Model(), make_window("uneven", rank), dist.get_world_size() - 1
+    deferred = DeferredMean(model, by_hand(model))
+
+    def run_step(loss: Callable[[nn.Module, Batch], Tensor]) -> None:
+        for batch in batches:
+            deferred.backward(loss(model, batch), num_valid(batch))
+        deferred.finish([by_hand(model)])
+
+    for _ in range(2):
+        found, text = common_error(lambda: run_step(chunked if rank == last else sum_loss))
+        assert found == "RuntimeError"
+        assert "A loss that back-propagates inside itself leaves gradients too" in text
+        deferred.discard()
+    run_step(sum_loss)
+    assert error(gradient(model), one_process(Model(), all_batches("uneven")).gradient) <= 1e-12
+
+
+def _zeros(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def _clip(model: nn.Module) -> None:
+    clip_grad_norm_(model, 1e-3)
+
+
+def _others(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _checkpointed(model: nn.Module, batch: Batch) -> Tensor:
+    logits = checkpoint(model, batch["tokens"], use_reentrant=False)[:, :-1].flatten(0, 1)
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def _with_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss and 0 times a penalty on gradients, which ``torch.autograd.grad`` computes."""
+    loss = sum_loss(model, batch)
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.is_leaf], create_graph=True)
+    return loss + 0 * torch.stack([grad.square().sum() for grad in grads]).sum()
+
+
+HABITS: dict[str, Any] = {  # wrapper and its options, what is called in the first micro-batch, and after a window; loss
+    "none in the window": ("ddp", {}, nn.Module.zero_grad, None, sum_loss),
+    "zeros in the window": ("ddp", {}, _zeros, None, sum_loss),
+    "zeros in a plain window": ("plain", {}, _zeros, None, sum_loss),
+    "zeros made in the window": ("plain", {}, _others, None, sum_loss),
+    "sharded zeros in the window": ("fsdp2", {}, _zeros, None, sum_loss),
+    "clipping": ("ddp", {}, _zeros, _clip, sum_loss),
+    "checkpoint": ("ddp", {}, None, nn.Module.zero_grad, _checkpointed),
+    "penalty": ("plain", {}, None, nn.Module.zero_grad, _with_penalty),
+    "views of buckets": ("ddp", {"gradient_as_bucket_view": True}, None, _zeros, sum_loss),
+    "unused parameters": ("ddp", {"find_unused_parameters": True}, None, _zeros, sum_loss),
+    "views and unused": (
+        "ddp",
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        _zeros,
+        _clip,
+        sum_loss,
+    ),
+}
+
+
+@pytest.mark.parametrize("sync", ["last", "each"])
+@pytest.mark.parametrize("habit", HABITS)
+@on_ranks()
+def test_correct_programs_pass(rank: int, habit: str, sync: str) -> None:
+    """In three windows, the first two of which are watched; control: a gradient that is not 0 is added."""
+    kind, options, first, after, loss = HABITS[habit]
+    model, batches = wrap(Model(), kind, **options), make_window("full", rank)
+    expected = one_process(Model(), all_batches("full")).gradient
+
+    def compute(model: nn.Module, batch: Batch, more: Any = None) -> Tensor:
+        if batch is batches[0]:
+            [change(model) for change in (first, more) if change is not None]
+        return loss(model, batch)
+
+    for _ in range(3):
+        run(model, compute, batches, sync=sync)
+        assert error(reduced(model), expected) <= 1e-12
+        if after is not None:
+            after(model)
+
+    def add(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad.add_(1)
+
+    model = wrap(Model(), kind, **options)
+    _, text = common_error(lambda: run(model, lambda model, batch: compute(model, batch, add), batches, sync=sync))
+    assert "micro-batch 0: expected no gradient from before" in text
