@@ -208,6 +208,7 @@ def test_windows_of_micro_batches(world_size: int, cases: list[Case]) -> None:
 ROWS_OF: dict[str, dict[str, Any]] = {
     "plain": {},
     "weighted": {"weighted": True, "layout": "last"},
+    "weighted positives": {"weighted": True, "options": {"weighting": "positives"}},
     "masked": {"masked": True, "layout": "last at first"},
     "classes": {"num_classes": 4},
     "elements": {"num_classes": 3, "weighted": True, "options": {"reduction": "none"}},
