@@ -220,8 +220,13 @@ class FsdpGroup:
         info = self.state.mesh_info
         return hasattr(info, "shard_mesh_size") and hasattr(info, "replicate_mesh_size")
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether a function given to ``set_all_reduce_hook`` changes the reduced gradients."""
+        return getattr(self.state, "_all_reduce_hook", None) is not None
+
     def process_group(self) -> ProcessGroup:
-        """Return the group of all the ranks that the gradients are reduced over."""
+        """Return the group of all the ranks that FSDP2 reduces the gradients over."""
         return flatten_mesh(self._mesh())
 
     def ranks(self) -> list[int]:

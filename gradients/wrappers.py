@@ -102,9 +102,19 @@ class GradientSync(NamedTuple):
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over, as None does."""
+        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over, as None does.
+
+        A hook may reduce over more ranks than the wrapper knows, so that None is refused.
+        """
         if self.unwrapped is not None:
             return
+        if group is None and any(wrapper.has_hook for wrapper in self.fsdp):
+            fix = (
+                "It may add over more ranks, or divide. Pass group, all ranks that the gradients are added over in the "
+                "end; and to accumulate or DeferredMean multiplier, the number that they are divided by in all."
+            )
+            got = Words("a function of set_all_reduce_hook")
+            raise ValueError(expected("model", "gradients that FSDP2 alone reduces, without group", got, fix))
         resolved = self.group if group is None else resolve_group(group)
         ranks = [] if resolved is None else group_ranks(resolved)
         for reduced in self._largest_groups():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import Adapted, Model, error, gradient, mesh_of, wrap
 from torch import Tensor
@@ -84,6 +85,50 @@ def test_adapters_with_one_base(rank: int, kind: str) -> None:
     deferred[0].discard()
     assert model.adapters[0].weight.grad is None
     assert model.adapters[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("verb", ["accumulate", "deferred", "pooled"])
+@on_ranks()
+def test_a_hook_after_the_reduction_of_fsdp(rank: int, verb: str) -> None:
+    """FSDP2 does not know over which ranks the hook adds: without ``group`` every rank raises, with it all is exact."""
+    from torch.distributed.fsdp import fully_shard
+
+    size, world = dist.get_world_size(), dist.group.WORLD
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))
+    model, reference, window = Model(), Model(), make_window("full", rank)
+    fully_shard(model, mesh=mesh["one"])
+
+    def run(group: Any) -> None:
+        if verb == "pooled":
+            pooled_backward(model, window, forward=lambda batch: model(batch["tokens"]), loss=_mean, group=group)
+        elif verb == "accumulate":
+            for step, batch in accumulate(model, window, count_valid_tokens, group=group):
+                step.backward(sum_loss(model, batch))
+        else:
+            deferred = DeferredMean(model, group)
+            for batch in window:
+                deferred.backward(sum_loss(model, batch), num_valid(batch))
+            deferred.finish()
+
+    def hook(gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+
+    if verb != "pooled":
+        run(None)  # the control: without the hook each rank has the mean of its own rows
+        one_process(reference, window)
+        assert error(gradient(model), gradient(reference)) <= 1e-12
+        model.zero_grad()
+    model.set_all_reduce_hook(hook)
+    name, text = error_of(lambda: run(None))
+    assert name == "ValueError"
+    assert "gradients that FSDP2 alone reduces, without group, got a function of set_all_reduce_hook. " in text
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if verb == "pooled":
+        return
+    run(world)
+    one_process(reference, all_batches("full"))
+    assert error(gradient(model), gradient(reference)) <= 1e-12
+    model.zero_grad()
 
 
 @on_ranks(2)

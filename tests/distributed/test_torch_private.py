@@ -412,6 +412,12 @@ def divides() -> bool:
     return is_unset and one.group.gradient_divide_factor == 1.0 and one.backward() == 2 * MEAN
 
 
+def hooks() -> bool:
+    is_unset = (one := Sharded()).group._all_reduce_hook is None
+    one.module.set_all_reduce_hook(lambda gradient: gradient.mul_(3))
+    return is_unset and one.group._all_reduce_hook is not None and one.backward() == 3 * MEAN
+
+
 def meshes() -> bool:
     both, shards = Sharded(hybrid=True).group.mesh_info, Sharded().group.mesh_info
     found = [both.replicate_mesh_size, both.shard_mesh_size, both.replicate_mesh_dim, both.shard_mesh_dim]
@@ -458,6 +464,7 @@ WRAPPERS: Table = {
     "FSDPParamGroup.reduce_grads": ("switches the reduction off", adds_up),
     "FSDPParamGroup.all_reduce_grads": ("switches the reduction over replicas off", adds_up_shards),
     "FSDPParamGroup.gradient_divide_factor": ("knows the divisor of gradients", divides),
+    "FSDPParamGroup._all_reduce_hook": ("refuses a reduction that a hook may change", hooks),
     "FSDPParamGroup.mesh_info shard_mesh_size replicate_mesh_size shard_mesh_dim replicate_mesh_dim": (
         "knows the ranks of a reduction",
         meshes,
