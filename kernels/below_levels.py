@@ -91,9 +91,9 @@ def _loss_and_gradient(
     with_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) and its gradient (C, M), empty unless ``with_grad``."""
-    levels, places = Levels(base, offset), None
-    if len(scores) == 1 and costs_of(scores.device).reads_freely:  # the positives alone, which are few
-        places = share[0].nonzero()[:, 0]
+    levels, places, reads_freely = Levels(base, offset), None, costs_of(scores.device).reads_freely
+    if len(scores) == 1 and reads_freely:  # the positives alone, which are few
+        places = (share[0] != 0).nonzero()[:, 0]  # of bools it takes a fifth of the time
         x, mass = scores.index_select(1, places), share.index_select(1, places)
     else:  # an infinite negative at an infinite level would give NaN, even times 0
         x, mass = scores.masked_fill(share == 0, 0.0), share
@@ -123,12 +123,15 @@ def _loss_and_gradient(
         loss *= scores.amax(dim=1).clamp(1.0, 1.0)  # 1, or NaN if any score is: one pass, and no mask is stored
     if not with_grad:
         return loss, scores.new_empty(0)
-    gradient = scores.new_zeros(scores.shape)
     if levels_move:
         # A finite level is at or between scores of its rows, which may be far from those that are live.
         gradient = _of_carriers(torch.cat(pushes), scores, levels, taus, rows, row_weight, live is None)
+    else:
+        gradient = scores.new_zeros(scores.shape)
     gradient = gradient.index_add_(1, places, of_positives) if places is not None else gradient.add_(of_positives)
-    return loss, gradient.mul_((loss * 0 + 1)[:, None])  # NaN for a class whose loss is NaN
+    if not reads_freely or bool(loss.isnan().any()):
+        gradient.mul_((loss * 0 + 1)[:, None])  # NaN for a class whose loss is NaN
+    return loss, gradient
 
 
 def _are_finite(base: Tensor, offset: Tensor | None) -> Tensor:

@@ -137,16 +137,60 @@ def upper_levels(
 def _weighted_levels(
     scores: Tensor, member: Tensor | None, weight: Tensor, fractions: Sequence[float], interpolation: str
 ) -> Levels:
-    lightest_first = weight.argsort(stable=True)
-    scores, weight = scores[:, lightest_first], weight[lightest_first]
-    member = torch.ones_like(scores, dtype=torch.bool) if member is None else member[:, lightest_first]
-    ordered, order = _filled(scores, member, -math.inf).sort(dim=1, descending=True, stable=True)
-    mass = torch.where(member, weight, 0.0).double().gather(1, order)
-    above, others = mass.cumsum(dim=1) - mass, mass.sum(dim=1, keepdim=True) - mass
-    place = torch.where(others > 0, above / others, 0.0)  # [C, M] from 0 for the top score to 1
-    last = (member.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
+    mass = weight.double().expand_as(scores) if member is None else torch.where(member, weight.double(), 0.0)
+    total, above = mass.sum(dim=1, keepdim=True), torch.zeros_like(mass[:, :1])
     q = torch.tensor(fractions, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
-    q = q.expand(len(scores), -1).contiguous()  # [C, L]
+    if scores.shape[1] < BRACKETED or not _numpy_can_read(scores):
+        rows = _filled(scores, member, -math.inf), mass
+        return _weighted_levels_of(*rows, total, above, q.expand(len(scores), -1).contiguous(), interpolation)
+    # Of each class and fraction, the rows between two scores of a sample that most likely enclose the level.
+    places = evenly_spaced(SAMPLE, scores.shape[1], scores.device)
+    levels = [
+        _weighted_level(scores[c], mass[c], total[c], places, fraction, interpolation)
+        for c in range(len(scores))
+        for fraction in q
+    ]
+    base, offset = torch.cat([level.base for level in levels]), levels[0].offset
+    if offset is not None:
+        offset = torch.cat([level.movable for level in levels]).view(len(scores), -1)
+    return Levels(base.view(len(scores), -1), offset)
+
+
+def _weighted_level(row: Tensor, mass: Tensor, total: Tensor, places: Tensor, q: Tensor, interpolation: str) -> Levels:
+    """Return the level of the fraction ``q`` among the scores ``row`` (M,) of the given ``mass`` (M,), on the host."""
+    sample, order = row[places].sort(descending=True)
+    of_sample = mass[places][order]
+    margin = 4 * of_sample.norm() / of_sample.sum()  # at least 8 standard deviations of a share of the sample's mass
+    shares = of_sample.cumsum(0) / of_sample.sum()
+    first, beyond = torch.searchsorted(shares, torch.stack([q - margin, q + margin])).tolist()
+    inside, heaviest, above = mass > 0, mass.max(), torch.zeros_like(total)
+    if first > 0:
+        above = mass[row > sample[first - 1]].sum()
+        inside &= row <= sample[first - 1]
+    if beyond < len(sample):
+        inside &= row >= sample[beyond]
+    rows, masses = row[inside], mass[inside]
+    is_below_top = first == 0 or bool(above < q * (total - heaviest))
+    is_above_end = beyond == len(sample) or bool(above + masses.sum() > q * total + heaviest)
+    if len(rows) == 0 or not (is_below_top and is_above_end):  # no members, undefined scores, or an unlucky sample
+        rows, masses, above = row.masked_fill(mass == 0, -math.inf), mass, torch.zeros_like(total)
+    return _weighted_levels_of(rows[None], masses[None], total[None], above.view(1, 1), q[None, None], interpolation)
+
+
+def _weighted_levels_of(
+    scores: Tensor, mass: Tensor, total: Tensor, above: Tensor, q: Tensor, interpolation: str
+) -> Levels:
+    """Return the levels of the fractions ``q`` (C, L) among the ``scores`` (C, K) with a ``mass`` each, 0 for none.
+
+    ``total`` (C, 1) is the mass of all rows, and ``above`` (C, 1) that of the rows above these.
+    """
+    lightest_first = mass.argsort(dim=1, stable=True)
+    scores, mass = scores.gather(1, lightest_first), mass.gather(1, lightest_first)
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    mass = mass.gather(1, order)
+    above, others = above + mass.cumsum(dim=1) - mass, total - mass
+    place = torch.where(others > 0, above / others, 0.0)  # [C, K] from 0 for the top score of all to 1
+    last = ((mass > 0).sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
     upper = (torch.searchsorted(place, q * (1 + _SNAP), right=True) - 1).clamp_min(0).minimum(last)
     lower = torch.searchsorted(place, q * (1 - _SNAP)).minimum(last)
     if interpolation == "higher":

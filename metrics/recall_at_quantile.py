@@ -27,7 +27,8 @@ class RecallAtQuantile(RankingMetric):
 
     The exact counterpart of :class:`~fullrank.losses.RecallAtQuantileLoss`. At q = 0.005 the threshold is the highest
     score until there are about 200 rows. With ``quantile_interpolation="higher"`` the row at the threshold and its ties
-    are reviewed. Ignored rows do not move the threshold.
+    are reviewed. Ignored rows do not move the threshold. With weights it is the weighted quantile of
+    :func:`~fullrank.losses.recall_at_quantile`.
 
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed.

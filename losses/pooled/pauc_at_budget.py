@@ -100,6 +100,9 @@ def pauc_at_budget(
     .. math:: \frac{\partial t_k}{\partial x_j} =
               \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
 
+    With weights w every mean over positives, negatives or points is weighted, the quantiles and their slopes are those
+    of :func:`~fullrank.losses.recall_at_quantile` with weights, and a negative of weight w has the perplexity of w.
+
     With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
     negatives or reference rows fall. Scale and temperature are detached.
 

@@ -240,10 +240,11 @@ def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
 
     The shares of a valid class add up to 1. A class without a positive of positive weight is not valid.
     """
-    mass = numerator.to(pool.scores.dtype)
-    if pool.weight is not None:
-        mass = mass * pool.weight
-    total = mass.sum(dim=1)  # [C]
+    if pool.weight is None:
+        total = numerator.sum(dim=1).to(pool.scores.dtype)  # [C]
+        return torch.where(numerator, total.reciprocal()[:, None], 0.0), total > 0
+    mass = numerator * pool.weight
+    total = mass.sum(dim=1)
     valid = total > 0
     return mass / torch.where(valid, total, 1.0)[:, None], valid
 

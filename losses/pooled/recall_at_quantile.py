@@ -56,6 +56,10 @@ def recall_at_quantile(
     .. math:: \frac{\partial \theta}{\partial x_j} =
               \frac{\sigma'((x_j - \theta) / \tau)}{\sum_k \sigma'((x_k - \theta) / \tau)}
 
+    With weights w the positives have the mean, and all rows the slopes, of their weights. The threshold is the weighted
+    quantile: a row's rank is the weight below it, divided by that of all other rows, so that at most the share q of the
+    weight scores strictly above the threshold ``"higher"``.
+
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -473,19 +474,23 @@ def test_quantiles_bracketed_by_a_sample_are_the_same(
         "infinite": scores.masked_fill(scores > 1, math.inf).masked_fill(scores < -1, -math.inf),
     }[order]
     fractions = [0.0, 0.005, 0.01, 0.25, 0.3, 0.5, 0.75, 0.999, 1.0]
-    for member in (None, torch.rand(3, 2000, generator=generator) < 0.5, torch.arange(2000).expand(3, -1) % 400 == 7):
+    members = None, torch.rand(3, 2000, generator=generator) < 0.5, torch.arange(2000).expand(3, -1) % 400 == 7
+    for member, weight in itertools.product(members, (torch.rand(2000, generator=generator) ** 4, None)):
         results = []
         # A sample of 100 scores is bracketed well, one of 3 often fails, and then all scores are ordered.
         for rows, sample in ((10**9, 100), (1, 100), (1, 3)):
             monkeypatch.setattr(quantiles, "BRACKETED", rows)
             monkeypatch.setattr(quantiles, "SAMPLE", sample)
-            results.append(upper_levels(scores, member, fractions, interpolation))
-            one = upper_levels(scores, member, [0.01], interpolation)
+            results.append(upper_levels(scores, member, fractions, interpolation, weight=weight))
+            one = upper_levels(scores, member, [0.01], interpolation, weight=weight)
             assert torch.equal(one.base[:, 0], results[-1].base[:, 2])
         for other in results[1:]:
             assert torch.equal(other.base, results[0].base)
             assert (other.offset is None) == (interpolation not in ("linear", "midpoint"))
-            assert other.offset is None or torch.equal(other.offset, results[0].offset)
+            if weight is not None and other.offset is not None:  # sums of the weights are rounded
+                assert_close(other.offset, results[0].offset, rtol=1e-9, atol=1e-12)
+            else:
+                assert other.offset is None or torch.equal(other.offset, results[0].offset)
     assert torch.equal(results[0].base[:, 0], scores[:, 7::400].amax(dim=1))  # a control that calls no code of ours
 
 
