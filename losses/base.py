@@ -233,6 +233,8 @@ class HoldsQueue(CurrentTemperature):
     def _make_embedding_queue(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
         """Make a queue of embeddings (queue_size, num_features), each with a label."""
         self.queue_size = check_count("queue_size", queue_size, 0)
+        if num_features is not None:
+            check_count("num_features", num_features, 1)
         self.queue = MemoryQueue(queue_size, num_features, ignore_index)
         self.register_load_state_dict_pre_hook(check_saved_queues)
 

@@ -77,7 +77,7 @@ class Argument(NamedTuple):
 SHARED = {
     "num_classes": Argument(3, [0, -1], [2.0, True]),
     "queue_size": Argument(7, [-1], [1.5]),
-    "num_features": Argument(apart="It says which state can be loaded."),
+    "num_features": Argument(bad=[0, -1], wrong=[2.5, True], apart="It says which state can be loaded."),
     "temperature": Argument(0.7, [0.0, -0.1, NAN, INF], ["0.1"]),
     "reduction": Argument("sum", ["average", None]),
     "ignore_index": Argument(-1, [], [1.0, None]),
