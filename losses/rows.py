@@ -120,11 +120,9 @@ def check_batch(
         if iid_mask.dtype != torch.bool:
             fix = "Weights go to sample_weight=." if iid_mask.is_floating_point() else "Use iid_mask.bool()."
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
-    if sample_weight is not None:
-        _check_row_tensor("sample_weight", sample_weight, logits)
-        sample_weight, check = weight_and_check(sample_weight, torch.float64, validate_args)
-        if check is not None:
-            check.read()
+    sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args)
+    if check is not None:
+        check.read()
     if indexes is not None:
         indexes = checked_indexes(indexes, logits)
         if logits.shape[1] != 1:
@@ -296,13 +294,23 @@ def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
     return indexes.to(torch.int64)  # the ranks must send the same dtype
 
 
-def _check_row_tensor(name: str, value: Tensor, logits: Tensor) -> None:
+def weight_of_rows(
+    sample_weight: Tensor | None, rows: Tensor, rows_name: str, validate_args: bool
+) -> tuple[Tensor | None, DeviceCheck | None]:
+    """Return the weights of ``rows``, detached and in float64, and the check of their values; None for no weights."""
+    if sample_weight is None:
+        return None, None
+    _check_row_tensor("sample_weight", sample_weight, rows, rows_name)
+    return weight_and_check(sample_weight, torch.float64, validate_args)
+
+
+def _check_row_tensor(name: str, value: Tensor, rows: Tensor, rows_name: str = "logits") -> None:
     check_tensor(name, value, "a tensor or None")
-    count = logits.shape[0]
+    count = rows.shape[0]
     if tuple(value.shape) != (count,):
         fix = f"Use {name}.squeeze(1)." if tuple(value.shape) == (count, 1) else ""
-        raise ValueError(expected(name, f"shape ({count},), one entry per row of logits", value, fix))
-    check_device(name, value, logits)
+        raise ValueError(expected(name, f"shape ({count},), one entry per row of {rows_name}", value, fix))
+    check_device(name, value, rows, rows_name)
 
 
 def check_device(name: str, value: Tensor, rows: Tensor, rows_name: str = "logits") -> None:

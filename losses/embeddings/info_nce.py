@@ -19,7 +19,7 @@ from ...errors import RankRuntimeError, check_positive, expected
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..rows import check_device, check_values, has_values
+from ..rows import check_device, check_values, has_values, weight_of_rows
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 
 
@@ -116,12 +116,13 @@ class InfoNCELoss(ContrastiveLoss):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, keys: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss of the pairs of all ranks, a scalar.
 
         Args:
             queries: (N, D) of this rank; N may differ between ranks and may be 0.
             keys: (N, D), of which row i is the positive of row i of the queries.
+            sample_weight: (N,) >= 0, of the pairs in the mean, on every rank or on none. All keys stay candidates.
         """
         call, group = type(self).__name__, self._resolve_group()
         learned: Tensor | None = self.logit_scale
@@ -129,7 +130,7 @@ class InfoNCELoss(ContrastiveLoss):
         # True for a parameter that FSDP2 has sharded, if this call is outside the forward of its module.
         is_sharded = hasattr(learned, "full_tensor")
 
-        def bring() -> Offer[None]:
+        def bring() -> Offer[Tensor | None]:
             if learned is None:
                 check_positive("temperature", self.temperature)
             self._checked("queries", queries, group)
@@ -144,14 +145,17 @@ class InfoNCELoss(ContrastiveLoss):
                 check_values("queries", queries)
             facts: dict[str, object] = {}
             if group is not None:
-                facts = self._facts({"queries": describe_rows(queries), "logit_scale is sharded": is_sharded})
-            totals = [] if learned is None or is_sharded or group is None else [learned.detach()]
+                of_call = {"queries": describe_rows(queries), "logit_scale is sharded": is_sharded}
+                facts = self._facts({**of_call, "with sample_weight": sample_weight is not None})
+            weight, check = weight_of_rows(sample_weight, queries, "queries", self.validate_args)
+            totals = [0.0 if weight is None or weight.is_meta else weight.sum()]
+            totals += [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
-            return Offer(None, facts, len(keys), totals, self._checksum, tensors=tensors)
+            return Offer(weight, facts, len(keys), totals, self._checksum, check, tensors)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        logit_scales = [total for total, *_ in agreed.totals]  # of each rank, if it is learned
+        masses, logit_scales = ([*numbers] for numbers in [*zip(*agreed.totals)][:2])  # of each rank, 0 without any
         if learned is not None and hasattr(learned, "full_tensor"):
             learned = learned.full_tensor()  # this communicates, so the ranks must have agreed
             if exchange is not None:
@@ -173,7 +177,11 @@ class InfoNCELoss(ContrastiveLoss):
         with_grad = torch.is_grad_enabled()
         first = 0 if exchange is None else sum(agreed.rows[: exchange.rank])
         needs = [with_grad and tensor.requires_grad for tensor in rows]
-        local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs)
+        share: Tensor | float = 1 / max(1, sum(agreed.rows)) / (1 + self.symmetric)
+        if agreed.value is not None:
+            mass = sum(masses)
+            share = agreed.value / (mass if mass > 0 else 1.0) / (1 + self.symmetric)
+        local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs, share)
         scales = [] if learned is None else [learned]
         loss = self._sum_over_ranks(local, rows, agreed, exchange, scales, is_clamped, is_sharded)
         if self._enqueues and has_values(loss):
@@ -185,18 +193,25 @@ class InfoNCELoss(ContrastiveLoss):
 
     @torch.no_grad()
     def _local_loss(
-        self, rows: list[Tensor], all_rows: list[Tensor], count: int, first: int, scale: Tensor, needs: list[bool]
+        self,
+        rows: list[Tensor],
+        all_rows: list[Tensor],
+        count: int,
+        first: int,
+        scale: Tensor,
+        needs: list[bool],
+        share: Tensor | float,
     ) -> LocalLoss:
         """Return this rank's terms of the loss, with the gradient of the logarithm of the scale.
 
         ``rows`` are this rank's keys and queries, and ``needs`` says which of their gradients are needed. ``all_rows``
         are the keys of all ranks, and their queries if the loss is symmetric. Of the ``count`` pairs of all ranks those
-        of this rank begin at ``first``.
+        of this rank begin at ``first``. ``share`` is what a pair weighs, a number or (N,) float64.
         """
         total = grad_scale = rows[0].new_zeros((), dtype=torch.float64)
         grad_own: list[Tensor | None] = [None, None]
         grad_all: list[Tensor | None] = [None, None]
-        block_loss = partial(_block_loss, first=first, weight=1 / max(1, count) / (1 + self.symmetric))
+        block_loss = partial(_block_loss, first=first, weight=share)
         for anchors, candidates in ((1, 0), (0, 1))[: 1 + self.symmetric]:
             others = all_rows[candidates]
             if candidates == 0:
@@ -214,7 +229,7 @@ class InfoNCELoss(ContrastiveLoss):
             super().set_extra_state(state)
 
 
-def _block_loss(scores: Tensor, place: slice, first: int, weight: float) -> tuple[Tensor, Tensor]:
+def _block_loss(scores: Tensor, place: slice, first: int, weight: Tensor | float) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With :math:`g = \log \sum_{j \ne i} \exp x_{ij} - x_{ii}` the loss of a pair is :math:`\log (1 + e^g)`, and its
@@ -226,7 +241,11 @@ def _block_loss(scores: Tensor, place: slice, first: int, weight: float) -> tupl
     diagonal.fill_(-math.inf)
     others = log_sum_exp(scores)  # [b]
     gap = others - positives
-    share = gap.sigmoid() * weight
+    losses = softplus(gap)
+    if isinstance(weight, Tensor):
+        total, share = losses @ weight[place], gap.sigmoid() * weight[place].to(gap)
+    else:
+        total, share = losses.sum() * weight, gap.sigmoid() * weight
     slope = scores.sub_(others[:, None]).exp_().mul_(share[:, None])
     diagonal.copy_(-share)
-    return softplus(gap).sum() * weight, slope
+    return total, slope
