@@ -38,7 +38,7 @@ library = Extension(
         "fullrank_abi",
         *(
             f"{name}_float{bits}"
-            for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate")
+            for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate", "rates")
             for bits in (32, 64)
         ),
     ],

@@ -39,7 +39,7 @@ class TargetRule(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights in float64."""
+    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights unscaled."""
 
     logits: Tensor  # [N, C]
     targets: Tensor  # [N] or [N, C]
@@ -90,12 +90,15 @@ def check_batch(
     indexes: Tensor | None = None,
     validate_args: bool = True,
     stored: Callable[[Tensor, Tensor], Tensor] | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Return the checked rows, or raise TypeError or ValueError.
 
     The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
     cost one wait, and targets another. The latter also brings two numbers to the host that a later step needs: the
     positives, and the rows for which ``stored(logits, targets)`` is True.
+
+    The weights are at least in ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
     """
     check_tensor("logits", logits)
     check_tensor("targets", targets)
@@ -120,7 +123,7 @@ def check_batch(
         if iid_mask.dtype != torch.bool:
             fix = "Weights go to sample_weight=." if iid_mask.is_floating_point() else "Use iid_mask.bool()."
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
-    sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args)
+    sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args, weight_dtype)
     if check is not None:
         check.read()
     if indexes is not None:
@@ -276,14 +279,15 @@ def weight_and_check(
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
     sample_weight = sample_weight.detach()
     sample_weight = sample_weight.to(torch.promote_types(sample_weight.dtype, dtype))
-    if not (validate_args and has_values(sample_weight)):
+    if not (validate_args and has_values(sample_weight) and sample_weight.numel()):
         return sample_weight, None
-    bad = ~(sample_weight.isfinite() & (sample_weight >= 0))
+    low, high = sample_weight.aminmax()  # NaN if one is
 
     def error() -> Exception:
-        return ValueError(expected("sample_weight", "finite numbers >= 0", sample_weight[bad][0].item()))
+        bad = sample_weight[~(sample_weight.isfinite() & (sample_weight >= 0))]
+        return ValueError(expected("sample_weight", "finite numbers >= 0", bad[0].item()))
 
-    return sample_weight, DeviceCheck(bad.any(), error)
+    return sample_weight, DeviceCheck(~((low >= 0) & (high < math.inf)), error)
 
 
 def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
@@ -295,13 +299,17 @@ def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
 
 
 def weight_of_rows(
-    sample_weight: Tensor | None, rows: Tensor, rows_name: str, validate_args: bool
+    sample_weight: Tensor | None,
+    rows: Tensor,
+    rows_name: str,
+    validate_args: bool,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor | None, DeviceCheck | None]:
-    """Return the weights of ``rows``, detached and in float64, and the check of their values; None for no weights."""
+    """Return the weights of ``rows`` as :func:`weight_and_check` does, None for no weights."""
     if sample_weight is None:
         return None, None
     _check_row_tensor("sample_weight", sample_weight, rows, rows_name)
-    return weight_and_check(sample_weight, torch.float64, validate_args)
+    return weight_and_check(sample_weight, dtype, validate_args)
 
 
 def _check_row_tensor(name: str, value: Tensor, rows: Tensor, rows_name: str = "logits") -> None:

@@ -8,12 +8,14 @@ compare :data:`KERNELS`. They depend neither on the number of threads nor on the
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ _MANY_ROWS = 4_000_000
 _ABI = 8  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_RESULTS: dict[str, Any] = {"smooth_ap": _NUMBER, "smooth_ap_of_rows": _NUMBER, "rates": _DOUBLE}
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -45,12 +48,13 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
             "smooth_ap": [*[_POINTER] * 5, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
             "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "moments": [*rows, _POINTER],
-            "evaluate": [*rows, *[_POINTER] * 3],
+            "evaluate": [*rows, *[_POINTER] * 4],
+            "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _DOUBLE, *[_POINTER] * 3],
         }
         functions[dtype] = {name: getattr(library, f"{name}_{str(dtype)[6:]}") for name in arguments}
         for name, function in functions[dtype].items():
             function.argtypes = arguments[name]
-            function.restype = _NUMBER if name.startswith("smooth_ap") else None
+            function.restype = _RESULTS.get(name)
     return functions
 
 
@@ -156,19 +160,18 @@ def moments(
         first: (C,) the number of the first bin of each class.
         num_bins: bins of a class.
         p: powers, from 0 on.
-        positive: (1, M) bool: two sums of the only class are returned, of the other rows and of these; None for one.
-        weight: (C, M) in the dtype of the scores, factors of the rows; None for 1.
+        positive: (C, M) bool: two sums are returned for each class, of the other rows and of these, (p, 2 C, ...); None
+            for one.
+        weight: (M,) or (C, M) in the dtype of the scores, factors of the rows; None for 1.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
-    masks = [None if mask is None else mask.contiguous() for mask in (member, positive, weight)]
-    scores, groups = scores.contiguous(), 1 if positive is None else 2
+    rows, groups = _as_rows(scores, member, positive, weight), 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        rows = [None if row is None else row[c, start:stop].data_ptr() for row in (scores, *masks)]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(*rows, *numbers, tables[part].data_ptr())
+        function(*_addresses(rows, c, start), *numbers, tables[part].data_ptr())
 
     _in_parts(run, num_classes, num_rows, lanes)
     sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
@@ -185,6 +188,7 @@ def evaluate(
     positive: Tensor | None = None,
     of_positives: Tensor | None = None,
     weight: Tensor | None = None,
+    terms: Tensor | None = None,
 ) -> None:
     """Write into ``out`` (C, M) the polynomial of the bin of each row at the row; 0 for a row that takes no part.
 
@@ -192,30 +196,86 @@ def evaluate(
         coefficients: (p, C, num_bins + 1) in the dtype of the scores, 0 in the last bin.
         scores: (C, M), and the arguments after it: as in :func:`moments`.
         of_positives: the same in float64 for the rows that are ``positive``.
-        weight: as in :func:`moments`, not for the rows that are ``positive``.
+        weight: as in :func:`moments`, factors of the values. With ``of_positives`` it requires ``terms``.
+        terms: those of :func:`rates`, which are added for the rows that are ``positive``.
     """
     function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
-    masks = [None if mask is None else mask.contiguous() for mask in (member, positive, weight)]
-    scores = scores.contiguous()
+    rows = _as_rows(scores, member, positive, weight)
     tables = coefficients.permute(1, 2, 0).contiguous()
     exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
     num_bins, p = tables.shape[1] - 1, tables.shape[2]
+    lanes = _lanes_of(scores)
+    places = None if positive is None or terms is None else _first_terms(positive, lanes)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        rows = [None if row is None else row[c, start:stop].data_ptr() for row in (scores, *masks)]
         numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(*rows, *numbers, tables[c].data_ptr(), _address(exact), out[c, start:].data_ptr())
+        of_class = None if exact is None else exact[c].data_ptr()
+        own_terms = None if terms is None or places is None else terms[places[part] :].data_ptr()
+        ends = tables[c].data_ptr(), of_class, own_terms, out[c, start:].data_ptr()
+        function(*_addresses(rows, c, start), *numbers, *ends)
 
-    _in_parts(run, num_classes, num_rows, _LANES if num_classes == 1 and num_rows >= _MANY_ROWS else 1)
+    _in_parts(run, num_classes, num_rows, lanes)
+
+
+def rates(
+    tables: Tensor, scores: Tensor, positive: Tensor, weight: Tensor, scale: float, first: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss (C,) float64, the moments of the rates of the positives and the slopes of their terms.
+
+    See :func:`~fullrank.kernels.smooth_ap.binned.solve_at_positives`: the moments are (p, 2, C, num_bins + 1) float64
+    and the slopes (P,) float64; None if ``tables`` has no slopes.
+
+    Args:
+        tables: (p, 4, C, num_bins + 1) float64, R_N, R_P and their slopes as polynomials; (p, 2, ...) without slopes.
+        scores: (C, M), finite, usable, and ``positive``, ``weight``, ``scale``, ``first`` as in :func:`moments`.
+        factor: (C,) the share of a positive in the mean, divided by its weight.
+    """
+    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["rates"], scores.shape
+    (p, columns, _, size), lanes = tables.shape, _lanes_of(scores)
+    rows = _as_rows(scores, positive, weight)
+    tables = tables.permute(2, 3, 0, 1).contiguous()
+    losses = scores.new_zeros(num_classes * lanes, dtype=torch.float64)
+    with_grad, places = columns == 4, _first_terms(positive, lanes)
+    sums = scores.new_zeros(num_classes * lanes if with_grad else 0, size, p, 2, dtype=torch.float64)
+    terms = scores.new_empty(places[-1] if with_grad else 0, dtype=torch.float64)
+
+    def run(part: int, c: int, start: int, stop: int) -> None:
+        numbers = stop - start, scale, float(first[c]), p, float(factor[c])
+        out = (sums[part].data_ptr(), terms[places[part] :].data_ptr()) if with_grad else (None, None)
+        losses[part] = function(*_addresses(rows, c, start), *numbers, tables[c].data_ptr(), *out)
+
+    _in_parts(run, num_classes, num_rows, lanes)
+    loss = losses.view(num_classes, lanes).sum(dim=1)
+    if not with_grad:
+        return loss, None, None
+    return loss, sums.view(num_classes, lanes, size, p, 2).sum(dim=1).permute(2, 3, 0, 1).contiguous(), terms
+
+
+def _as_rows(scores: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """Return the tensors as (C, M), the entries of a class next to each other in memory."""
+    return [None if rows is None else rows.contiguous().expand_as(scores) for rows in (scores, *others)]
+
+
+def _addresses(rows: list[Tensor | None], c: int, start: int) -> list[int | None]:
+    """Return the addresses of row ``start`` of class ``c``."""
+    return [None if tensor is None else tensor[c, start:].data_ptr() for tensor in rows]
+
+
+def _lanes_of(scores: Tensor) -> int:
+    """Return the number of parts of the rows of the only class; 1 for several classes."""
+    return _LANES if scores.shape[0] == 1 and scores.shape[1] >= _MANY_ROWS else 1
+
+
+def _first_terms(positive: Tensor, lanes: int) -> list[int]:
+    """Return the number of positives before each part of :func:`_in_parts`, and of all."""
+    (num_classes, num_rows), array = positive.shape, positive.numpy()
+    parts = _parts(num_classes, num_rows, lanes)
+    return [0, *itertools.accumulate(int(numpy.count_nonzero(array[c, start:stop])) for _, c, start, stop in parts)]
 
 
 def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_rows: int, lanes: int) -> None:
     """Call ``run(part, class, start, stop)`` for each class, or for each of the ``lanes`` of the only one."""
-    if lanes == 1:
-        parts = [(c, c, 0, num_rows) for c in range(num_classes)]
-    else:
-        ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
-        parts = [(lane, 0, ends[lane], ends[lane + 1]) for lane in range(lanes)]
+    parts = _parts(num_classes, num_rows, lanes)
     threads = min(torch.get_num_threads(), len(parts)) if num_classes * num_rows >= _MANY_ROWS else 1
     if threads == 1:
         for part in parts:
@@ -224,6 +284,14 @@ def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_r
     with ThreadPoolExecutor(threads) as pool:  # the library does not hold Python's lock
         for future in [pool.submit(run, *part) for part in parts]:
             future.result()
+
+
+def _parts(num_classes: int, num_rows: int, lanes: int) -> list[tuple[int, int, int, int]]:
+    """Return the number, the class, and the ends of the rows of each part."""
+    if lanes == 1:
+        return [(c, c, 0, num_rows) for c in range(num_classes)]
+    ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
+    return [(lane, 0, ends[lane], ends[lane + 1]) for lane in range(lanes)]
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -19,7 +19,7 @@
 //   returns 1, or 0 if the caller must compute it: other targets, a key_weight of 0, scores that are not finite or
 //   whose spread is not usual, too many pairs
 //
-// moments, evaluate: see bins.inc and kernels/bins.py. A call is one thread.
+// moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy
@@ -124,7 +125,8 @@ def _sum_by_bins(
     if problem.key_weight is None:
         loss, polynomials = solve(moments, bins, order, problem.temperature, factor, with_grad)
     else:
-        loss, polynomials, terms = solve_at_positives(moments, problem, bins, order, places, with_grad, add)
+        rates = partial(rates_of_positives, problem, bins, order, places)
+        loss, polynomials, terms = solve_at_positives(moments, bins, order, problem.temperature, rates, with_grad, add)
     if gradient is not None and polynomials is not None:
         read_gradient(polynomials, terms, problem, bins, places, gradient)
     return loss
@@ -166,6 +168,41 @@ def _memory_like(scores: Tensor) -> Tensor:
     if scores.is_cpu and scores.nbytes > _KEPT_BYTES:
         return torch.from_numpy(numpy.empty_like(scores.numpy()))  # in huge pages, which are ready sooner
     return torch.empty_like(scores)
+
+
+def weighted_smooth_ap_in_c(
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    weight: Tensor,
+    bins: Bins,
+    order: Order,
+    temperature: float,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of :func:`smooth_ap_binned` for rows with a ``key_weight`` in C, and the validity (C,).
+
+    It does not list the positives. All bins are in the window.
+    """
+    num_classes, (scale, first) = len(scores), bins.numbering
+    groups = native.moments(scores, member, scale, first, bins.num_fine, order.p, positive, weight)
+    groups = groups.view(order.p, num_classes, 2, -1)
+    masses = groups[0, :, :, :-1].sum(dim=-1)  # [C, 2]
+    valid = (masses > 0).all(dim=1)
+    factor = torch.where(valid, masses[:, 1], math.inf).reciprocal()
+
+    def rates(tables: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return native.rates(tables, scores, positive, weight, scale, first, factor)
+
+    loss, polynomials, terms = solve_at_positives(
+        [*groups.unbind(dim=2)], bins, order, temperature, rates, with_grad, None
+    )
+    if polynomials is None:
+        return loss, scores.new_empty(0), valid
+    gradient, pull = _memory_like(scores), polynomials[:, 0].to(scores.dtype)
+    rows = scores, member, scale, first, gradient, positive
+    native.evaluate(pull, *rows, polynomials[:, 1], weight, terms)
+    return loss, gradient, valid
 
 
 class Places(NamedTuple):
@@ -276,12 +313,15 @@ def solve(
     return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
+Rates = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 def solve_at_positives(
     moments: list[Tensor],
-    problem: Problem,
     bins: Bins,
     order: Order,
-    places: Places,
+    temperature: float,
+    rates: Callable[[Tensor], Rates],
     with_grad: bool,
     add: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -292,41 +332,51 @@ def solve_at_positives(
 
     Args:
         moments: (p, C, B F + 1) of the negatives and of the positives with their weights. The list is emptied.
-        problem: the rows of this part.
-        bins, order: as for :func:`solve`.
-        places: of the rows.
+        bins, order, temperature: as for :func:`solve`.
+        rates: :func:`rates_of_positives` of the rows of this part.
         with_grad: compute the gradient too.
         add: returns the sum of a tensor over the parts; None if there are no others.
     """
-    assert problem.key_weight is not None
-    grid, layout = _grid_of(bins, order, problem.temperature, moments[0].device), (bins.num_coarse, bins.fine)
+    grid, layout = _grid_of(bins, order, temperature, moments[0].device), (bins.num_coarse, bins.fine)
     both = torch.stack(moments, dim=2)[..., :-1].unflatten(-1, layout)
     moments.clear()
     fields = fields_of(both, grid)
     del both
-    tables = _coefficients(torch.stack(fields if with_grad else fields[:2]), grid).flatten(-2)  # [p, n, C (B F + 1)]
+    loss, moments_of_rates, terms = rates(_coefficients(torch.stack(fields if with_grad else fields[:2]), grid))
     del fields
-    rates, terms = problem.share.new_empty(2, problem.share.numel()), torch.empty_like(problem.share)
-    loss, half = problem.share.new_zeros(problem.scores.shape[0]), problem.at_positives(problem.key_weight) / 2
-    for _, part in chunks(problem.share[None]):
-        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
-        r_n, r_p, *slopes = evaluate(tables, *at)
-        r_p = r_p + half[part]
-        total, share = r_n + r_p, problem.share[part]
-        loss.index_add_(0, problem.class_of[part], share * (r_n / total))
-        if slopes:
-            factor = share / total**2
-            rates[0, part], rates[1, part] = factor * r_p, factor * r_n
-            terms[part] = factor * (slopes[0] * r_p - slopes[1] * r_n)
-    if not with_grad:
+    if moments_of_rates is None:
         return loss if add is None else add(loss), None, None
-    moments_of_rates = torch.stack(_moments_of_positives(rates, problem.scores, bins, order, places), dim=1)
     if add is not None:
         sums = add(torch.cat([loss, moments_of_rates.flatten()]))
         loss, moments_of_rates = sums[: loss.numel()], sums[loss.numel() :].view_as(moments_of_rates)
     rates_at_nodes = fine_weights(moments_of_rates[..., :-1].unflatten(-1, layout), grid.matrices)  # [2, C, B, F p]
     pulled = _pulled(rates_at_nodes, grid)
     return loss, _coefficients(torch.stack([pulled[0], -pulled[1]]), grid), terms
+
+
+def rates_of_positives(problem: Problem, bins: Bins, order: Order, places: Places, tables: Tensor) -> Rates:
+    """Return the loss (C,) float64, the moments (p, 2, C, B F + 1) of A and B, and the slopes of the terms (P,).
+
+    ``tables`` (p, 4, C, B F + 1) has R_N, R_P and their slopes as polynomials; without the slopes, only the loss is
+    computed.
+    """
+    assert problem.key_weight is not None
+    tables, share_of = tables.flatten(-2), problem.share  # [p, n, C (B F + 1)]
+    rates, terms = share_of.new_empty(2, share_of.numel()), torch.empty_like(share_of)
+    loss, half = share_of.new_zeros(problem.scores.shape[0]), problem.at_positives(problem.key_weight) / 2
+    for _, part in chunks(share_of[None]):
+        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
+        r_n, r_p, *slopes = evaluate(tables, *at)
+        r_p = r_p + half[part]
+        total, share = r_n + r_p, share_of[part]
+        loss.index_add_(0, problem.class_of[part], share * (r_n / total))
+        if slopes:
+            factor = share / total**2
+            rates[0, part], rates[1, part] = factor * r_p, factor * r_n
+            terms[part] = factor * (slopes[0] * r_p - slopes[1] * r_n)
+    if tables.shape[1] == 2:
+        return loss, None, None
+    return loss, torch.stack(_moments_of_positives(rates, problem.scores, bins, order, places), dim=1), terms
 
 
 def _grid_of(bins: Bins, order: Order, temperature: float, device: torch.device) -> Grid:

@@ -31,7 +31,7 @@ from ..pairs import Problem, weight_at
 from ..registration import register, scaled, with_gradients
 from ..spread import MOST_SCORES
 from ..torch_private import are_numbers_in_memory
-from .binned import smooth_ap_binned, smooth_ap_in_c
+from .binned import smooth_ap_binned, smooth_ap_in_c, weighted_smooth_ap_in_c
 from .direct import smooth_ap_direct, smooth_ap_sorted
 from .plain import plain_is_faster, plain_loss_and_gradient, smooth_ap_plain
 
@@ -147,14 +147,19 @@ def smooth_ap_and_gradient(
         few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
         return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
 
-    is_simple = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
-    if is_simple and native.is_usable(scores) and not pairs_are_best(count):
+    is_plain = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
+    if (is_plain or key_weight is not None) and native.is_usable(scores) and not pairs_are_best(count):
         (low, high), order = _lowest_and_highest(scores), order_for(scores, num_rows)
-        is_finite = bool(low.isfinite() & high.isfinite())
+        is_finite = bool((low.isfinite() & high.isfinite()).all())
         bins = find_bins(scores, low, high, temperature, order.fine) if is_finite else None
-        if bins is not None and not pairs_are_best(count, bins.num_coarse):
-            sums = smooth_ap_in_c(scores, positive, count, bins, order, temperature, with_grad)
-            return *sums, positive.new_ones(1)
+        num_bins = 0 if bins is None else bins.num_coarse * len(scores)
+        if bins is not None and not pairs_are_best(count, num_bins):
+            if key_weight is None:
+                sums = smooth_ap_in_c(scores, positive, count, bins, order, temperature, with_grad)
+                return *sums, positive.new_ones(1)
+            if bins.outside is None and num_bins <= costs.tables_at_once:
+                rows = scores, positive, member, key_weight
+                return weighted_smooth_ap_in_c(*rows, bins, order, temperature, with_grad)
     ends: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
     if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
         problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)

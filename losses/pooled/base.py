@@ -251,7 +251,14 @@ class RankingLoss(HoldsQueue):
             fix = "A draw would take rows out of their queries."
             raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
         stored = self.queue.wanted if self.queue_size and self._enqueues else None
-        return check_batch(*given[:4], self._rule, indexes=indexes, validate_args=self.validate_args, stored=stored)
+        return check_batch(
+            *given[:4],
+            self._rule,
+            indexes=indexes,
+            validate_args=self.validate_args,
+            stored=stored,
+            weight_dtype=torch.float32 if group is None else torch.float64,
+        )
 
     def _check_settings(self) -> None:
         if self.has_temperature:
@@ -347,9 +354,9 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
         iid = torch.cat([iid, queued.iid_mask.to(device)])
     weight, queued_weight = live.sample_weight, queued.sample_weight
     if weight is not None or queued_weight is not None:
-        weight = torch.ones(num_live, dtype=torch.float64, device=device) if weight is None else weight
-        queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(weight)
-        weight = torch.cat([weight, queued_weight])
+        weight = torch.ones(num_live, dtype=torch.float32, device=device) if weight is None else weight
+        queued_weight = weight.new_ones(num_queued) if queued_weight is None else queued_weight.to(device)
+        weight = torch.cat([weight, queued_weight])  # in float64 if one is
     return Batch(
         torch.cat([live.logits.to(dtype), queued.logits.to(device, dtype)]),
         torch.cat([live.targets, queued.targets.to(live.targets)]),

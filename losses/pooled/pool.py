@@ -99,11 +99,14 @@ class Pool:
         weight = self.rows.sample_weight
         if weight is None:
             return None
-        if self.weighting == "rows" and weight.is_cpu and has_values(weight) and weight.numel():
-            low, high = weight.aminmax()
-            if low == high and high > 0:
+        dtype = compute_dtype(self.rows.logits.dtype)
+        if weight.is_cpu and has_values(weight) and weight.numel():
+            low, high = map(float, weight.aminmax())
+            if self.weighting == "rows" and 0 < low == high:
                 return None
-        return scaled_weight(weight, weight_unit(weight), compute_dtype(self.rows.logits.dtype))
+            if weight.dtype == dtype and 2.0**-64 < high < 2.0**64:
+                return weight
+        return scaled_weight(weight, weight_unit(weight), dtype)
 
     @property
     def key_weight(self) -> Tensor | None:
@@ -152,7 +155,8 @@ class Pool:
             kept = live | ~positive
             positive, member = positive & live, kept if member is None else member & kept
         weight = self.key_weight
-        if weight is not None and (not weight.is_cpu or not has_values(weight) or bool((weight == 0).any())):
+        is_host = weight is not None and weight.is_cpu and has_values(weight) and weight.numel() > 0
+        if weight is not None and not (is_host and weight.amin() > 0):
             positive, kept = positive & (weight != 0), (weight != 0).expand_as(positive)
             member = kept if member is None else member & kept
         return positive, member

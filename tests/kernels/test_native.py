@@ -110,17 +110,22 @@ def test_the_same_bits_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatc
     """Of bins, whose rows are cut into parts: large pools of one class and of several."""
     monkeypatch.setattr(native, "_MANY_ROWS", 1)
     threads = torch.get_num_threads()
-    for num_classes, num_rows in ((1, 300_001), (3, 100_001)):
+    for num_classes, num_rows, weight in ((1, 300_001, None), (3, 100_001, None), (1, 300_001, torch.rand(300_001))):
         scores, positive, _ = rows(num_classes, num_rows, torch.float32)
         found = []
         try:
             for number in (1, 2, 3):
                 torch.set_num_threads(number)
-                found.append(smooth_ap_and_gradient(scores, positive, None, None, 0.1, True))
+                given = scores, positive, None, weight, 0.1, True
+                found.append(smooth_ap_and_gradient(*given, key_weight=weight))
         finally:
             torch.set_num_threads(threads)
         assert all(map(torch.equal, found[0], found[1]))
         assert all(map(torch.equal, found[0], found[2]))
+    monkeypatch.setattr(native, "_MANY_ROWS", sys.maxsize)
+    of_one_part = smooth_ap_and_gradient(*given, key_weight=weight)
+    for ours, other in zip(found[0], of_one_part):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-9)
 
 
 @needs_extension
