@@ -22,7 +22,7 @@ from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
-from ..rows import check_device, checked_embeddings, has_values, is_integer, unit_rows
+from ..rows import check_device, checked_embeddings, has_values, is_integer, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
@@ -37,6 +37,7 @@ def retrieval_smooth_ap(
     temperature: float | None = 0.01,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
+    sample_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Compute one minus the smooth average precision of every row as a query against all other rows.
 
@@ -52,6 +53,8 @@ def retrieval_smooth_ap(
     Args:
         embeddings: (N, D) of any scale; the loss normalises them.
         labels: (N,) or (N, 1) integers or bools, in any order and number; a row may be the only one of its label.
+        sample_weight: (N,) >= 0, of the rows as queries: the loss of a query is multiplied by its weight, and the mean
+            divides by the sum of the weights. Every row counts as one where it is ranked.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
             times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
@@ -79,7 +82,10 @@ def retrieval_smooth_ap(
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
     rows = checked_embeddings("embeddings", embeddings)
-    return _loss(rows, checked_labels(labels, rows), temperature, reduction, ignore_index)[0]
+    weight, check = weight_of_rows(sample_weight, rows, "embeddings", True)
+    if check is not None:
+        check.read()
+    return _loss(rows, checked_labels(labels, rows), weight, temperature, reduction, ignore_index)[0]
 
 
 @completed(retrieval_smooth_ap)
@@ -126,23 +132,25 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss of the rows of all ranks, a scalar, or with ``reduction="none"`` that of each, in rank order.
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools.
+            sample_weight: (N,) >= 0, of the rows as queries, on every rank or on none.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[tuple[Tensor, Tensor]]:
+        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
             self._check_not_gathered(group, embeddings=embeddings, labels=labels)
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
-            checked = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
-            facts = {} if group is None else self._facts({})
-            return Offer(checked, facts, checksum=self._checksum, tensors=checked)
+            rows, targets = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
+            weight, check = weight_of_rows(sample_weight, rows, "embeddings", True)
+            facts, tensors = {} if group is None else self._facts({}), (rows, targets, weight)
+            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors)
 
         agreed, split = agree_on(call, group, bring), None
         rows = agreed.value
@@ -187,6 +195,7 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
 def _loss(
     embeddings: Tensor,
     labels: Tensor,
+    weight: Tensor | None,
     temperature: float | None,
     reduction: str,
     ignore_index: int,
@@ -199,10 +208,12 @@ def _loss(
         kept = kept[labels != ignore_index]
     live, live_labels = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
     unit, unit_labels = live, live_labels
+    weight = None if weight is None else weight.index_select(0, kept)
     if queued is not None:
         unit = torch.cat([live, queued.logits.to(live)])
         unit_labels = torch.cat([live_labels, queued.targets.to(live_labels)])
     with_grad = unit.requires_grad and torch.is_grad_enabled()
+    of_all = None if weight is None else F.pad(weight, (0, len(unit) - len(live)))  # queued rows are no queries
     if temperature is None:
         count = unit.shape[0]
         pairs, spread = count * (count - 1), 1.0
@@ -214,16 +225,17 @@ def _loss(
             spread = spread_of((rows.index_select(0, query) * rows.index_select(0, other)).sum(dim=1)[None], None)
         temperature = SPREAD_MULTIPLE * spread
     if split is None:
-        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, len(live))
+        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, len(live), of_all)
         values, valid = values[: len(live)], valid[: len(live)]
     else:
         # How many rows of each rank are kept. One read for all ranks, so the device is waited for once.
         so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
         ends = torch.tensor([0, *itertools.accumulate(split.rows)], device=labels.device)
         counts = tuple(so_far[ends].diff().tolist())
-        values, valid = SplitQueries.apply(split._replace(rows=counts), unit, unit_labels, temperature, with_grad)
+        split = split._replace(rows=counts)
+        values, valid = SplitQueries.apply(split, unit, unit_labels, temperature, with_grad, of_all)
     per_query = PerClass(values, valid)
-    loss = reduce_values(per_query, reduction, unit.dtype)
+    loss = reduce_values(per_query, reduction, unit.dtype, weight)
     if reduction == "none":
         loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
     return loss, temperature, live.detach(), live_labels

@@ -19,7 +19,7 @@ from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
 
 
 def _loss_and_gradient(
-    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_queries: int
+    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_queries: int, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one minus the smooth average precision of each row as a query, which queries are valid, and the gradient.
 
@@ -30,7 +30,7 @@ def _loss_and_gradient(
     ======== ========= ====================================================================
     z        (M, D)    rows of length 1, float32 or float64
     y        (M,)      their labels, int64
-    L        (M,)      loss of each query, float64; 0 where not valid, NaN if a similarity is
+    L        (M,)      loss of each query times its weight, float64; 0 where not valid, NaN if a similarity is
     G        (M, M)    dL_q / dx_qj, of which a few rows are in memory at a time
     dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
     ======== ========= ====================================================================
@@ -40,8 +40,7 @@ def _loss_and_gradient(
     The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
     a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
     """
-    ones = torch.ones(unit.shape[0], dtype=torch.float64, device=unit.device) if with_grad else None
-    values, valid, gradient = _sums_of_queries(unit, labels, temperature, ones, slice(num_queries))
+    values, valid, gradient = _sums_of_queries(unit, labels, temperature, weight, None, with_grad, slice(num_queries))
     return values, valid, unit.new_empty(0) if gradient is None else gradient
 
 
@@ -51,6 +50,7 @@ def _scaled_or_recomputed(
     labels: Tensor,
     counted: Tensor,
     gradient: Tensor,
+    weight: Tensor | None,
     temperature: float,
     num_queries: int,
 ) -> tuple[Tensor]:
@@ -58,21 +58,29 @@ def _scaled_or_recomputed(
     factors = grad_values[counted]
     if factors.numel() == 0 or bool((factors == factors[0]).all()):
         return (gradient * factors[:1].sum().to(gradient.dtype),)
-    recomputed = _sums_of_queries(unit, labels, temperature, grad_values, slice(num_queries))[2]
+    recomputed = _sums_of_queries(unit, labels, temperature, weight, grad_values, True, slice(num_queries))[2]
     assert recomputed is not None
     return (recomputed,)
 
 
 def _sums_of_queries(
-    unit: Tensor, labels: Tensor, temperature: float, factors: Tensor | None, queries: slice = slice(None)
+    unit: Tensor,
+    labels: Tensor,
+    temperature: float,
+    weight: Tensor | None,
+    grad_values: Tensor | None,
+    with_grad: bool,
+    queries: slice = slice(None),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each query (M,) float64, which are valid, and the gradient (M, D) of ``factors @ loss``.
+    """Return the loss of each query times its weight (M,) float64, which are valid, and the gradient (M, D).
 
-    Only ``queries`` are computed; the others are 0 and not valid.
+    The gradient is that of ``grad_values @ loss``, None for all 1, if ``with_grad``; a ``weight`` of None is 1. Only
+    ``queries`` are computed; the others are 0 and not valid.
     """
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
-    gradient = None if factors is None else torch.zeros_like(unit)
+    gradient = torch.zeros_like(unit) if with_grad else None
+    factors = weight if grad_values is None else grad_values if weight is None else weight * grad_values
     step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
     begin, end, _ = queries.indices(count)
     for first in range(begin, end, step):
@@ -82,23 +90,27 @@ def _sums_of_queries(
         others = torch.ones_like(same)
         for mask in (same, others):
             mask.diagonal(first).fill_(False)  # a query does not rank itself
-        arguments = scores, same, others, None, temperature, factors is not None
+        arguments = scores, same, others, None, temperature, with_grad
         values[block], slope, valid[block] = smooth_ap_and_gradient(*arguments)
-        if gradient is not None and factors is not None:
-            slope *= factors[block, None].to(slope.dtype)  # [q, M]
+        if gradient is not None:
+            if factors is not None:
+                slope *= factors[block, None].to(slope.dtype)  # [q, M]
             gradient[block] += slope @ unit
             gradient += slope.t() @ unit[block]
-    return values, valid, gradient
+    return values if weight is None else values * weight, valid, gradient
 
 
 queries = register(
     "retrieval_smooth_ap",
     forward=_loss_and_gradient,
-    fake=lambda unit, labels, temperature, with_grad, num_queries: (
+    fake=lambda unit, labels, temperature, with_grad, num_queries, weight: (
         *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
         torch.empty_like(unit) if with_grad else unit.new_empty(0),
     ),
-    saved=lambda inputs, out: ((inputs[0], inputs[1], out[1] | out[0].isnan(), out[2]), (inputs[2], inputs[4])),
+    saved=lambda inputs, out: (
+        (inputs[0], inputs[1], out[1] | out[0].isnan(), out[2], inputs[5]),
+        (inputs[2], inputs[4]),
+    ),
     backward=_scaled_or_recomputed,
     fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
 )
@@ -130,17 +142,23 @@ class SplitQueries(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, split: Split, unit: Tensor, labels: Tensor, temperature: float, with_grad: bool
+        ctx: Any,
+        split: Split,
+        unit: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_grad: bool,
+        weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exchange, rows = split
         first = sum(rows[: exchange.rank])
         own_rows = slice(first, first + rows[exchange.rank])
-        factors = unit.new_ones(unit.shape[0], dtype=torch.float64) if with_grad else None
-        values, valid, gradient = exact(_sums_of_queries)(unit, labels, temperature, factors, own_rows)
+        results = exact(_sums_of_queries)(unit, labels, temperature, weight, None, with_grad, own_rows)
+        values, valid, gradient = results
         values, valid = exchange.rows([values[own_rows], valid[own_rows]], rows)
         if gradient is not None:
             gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
-            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient)
+            ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, weight)
         ctx.own_rows, ctx.temperature, ctx.call, ctx.count = own_rows, temperature, exchange.call, sum(rows)
         ctx.mark_non_differentiable(valid)
         return values, valid
@@ -148,9 +166,9 @@ class SplitQueries(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        unit, labels, counted, gradient = ctx.saved_tensors
-        (grad,) = exact(_scaled_or_recomputed)(grad_values, unit, labels, counted, gradient, ctx.temperature, ctx.count)
+        unit, *saved = ctx.saved_tensors
+        (grad,) = exact(_scaled_or_recomputed)(grad_values, unit, *saved, ctx.temperature, ctx.count)
         if grad.shape != unit.shape:
             grad_own, grad = grad, torch.zeros_like(unit)
             grad[ctx.own_rows] = grad_own
-        return None, grad, None, None, None
+        return None, grad, None, None, None, None

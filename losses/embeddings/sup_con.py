@@ -18,7 +18,7 @@ from ...errors import check_positive
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..rows import check_values
+from ..rows import check_values, weight_of_rows
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
 
@@ -72,40 +72,45 @@ class SupConLoss(ContrastiveLoss):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss of the rows of all ranks, a scalar.
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools, in any order and number.
+            sample_weight: (N,) >= 0, of the rows in the mean over V, on every rank or on none. Every row stays a
+                candidate of the others.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[tuple[Tensor, Tensor]]:
+        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
             check_positive("temperature", self.temperature)
             self._check_not_gathered(group, labels=labels)
             rows, targets = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
             check_values("embeddings", rows)
+            weight, check = weight_of_rows(sample_weight, rows, "embeddings", self.validate_args)
             ignored = targets == self.ignore_index
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]
                 rows, targets = rows.index_select(0, kept), targets.index_select(0, kept)
+                weight = None if weight is None else weight.index_select(0, kept)
             facts = {} if group is None else self._facts({})
-            return Offer((rows, targets), facts, checksum=self._checksum, tensors=(rows, targets))
+            tensors = rows, targets, weight
+            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors)
 
         agreed = agree_on(call, group, bring)
-        rows, targets = agreed.value
+        rows, targets, weight = agreed.value
         rows = self._comparable(rows)
         live, exchange, first = rows.detach(), None, 0
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
-                live, targets = gather_after(call, group, agreed)
+                live, targets, weight = gather_after(call, group, agreed)
                 live = self._comparable(live)
         needs_grad = torch.is_grad_enabled() and rows.requires_grad
-        local = self._local_loss(rows.detach(), live, targets, first, needs_grad)
+        local = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad)
         loss = self._sum_over_ranks(local, [rows], agreed, exchange)
         if self._enqueues:
             self.queue.enqueue(live, targets)
@@ -115,14 +120,21 @@ class SupConLoss(ContrastiveLoss):
         __call__ = forward
 
     @torch.no_grad()
-    def _local_loss(self, rows: Tensor, live: Tensor, targets: Tensor, first: int, needs_grad: bool) -> LocalLoss:
+    def _local_loss(
+        self, rows: Tensor, live: Tensor, targets: Tensor, weight: Tensor | None, first: int, needs_grad: bool
+    ) -> LocalLoss:
         """Return this rank's terms of the loss; ``rows`` begin at ``first`` of the ``live`` rows of all ranks."""
         candidates, labels = self._with_queue(live, targets)
         _, label, count = labels.unique(return_inverse=True, return_counts=True)
         groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
-        weight = 1 / (count[label[: len(live)]] > 1).sum().clamp_min(1).to(rows)
+        counted = count[label[: len(live)]] > 1
+        if weight is None:
+            share = 1 / counted.sum().clamp_min(1).to(rows)
+        else:
+            mass = (weight * counted).sum()
+            share = (weight / torch.where(mass > 0, mass, 1.0))[first : first + len(rows)]
         largest = int(count.max()) if len(label) else 0
-        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=weight, first=first)
+        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=first)
         scale, needs = rows.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
         total, grad_own, grad_all, _ = exact(sum_of_blocks)(rows, candidates, scale, needs, block_loss)
         grad_all = None if grad_all is None else grad_all[: len(live)]
@@ -156,7 +168,7 @@ def _block_loss(
     same = torch.where(inside, same, anchor)  # the row itself where the label has no more
     inside &= same != anchor
     number = groups.number[label[:, 0]] - 1  # [b] |P_i|
-    share, weight = 1 / number.clamp_min(1).to(scores), weight * (number > 0)
+    share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
     positives = scores.gather(1, same)
     near = log_sum_exp(positives.masked_fill(~inside, -math.inf))  # [b]
     away = log_sum_exp(scores.scatter_(1, same, -math.inf))
@@ -165,6 +177,7 @@ def _block_loss(
     total = (softplus(gap) + spread.double()) @ weight.double()
     push = gap.sigmoid()[:, None]
     inner = (positives - near[:, None]).exp()
-    inner = torch.where(inside, inner - share[:, None] - inner * push, 0.0) * weight[:, None]
-    slope = scores.sub_(away[:, None]).exp_().mul_(push * weight[:, None])
+    factor = weight[:, None].to(scores)
+    inner = torch.where(inside, inner - share[:, None] - inner * push, 0.0) * factor
+    slope = scores.sub_(away[:, None]).exp_().mul_(push * factor)
     return total, slope.scatter_(1, same, inner)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from ...distributed.exchange import check_rows
 from ...distributed.gather import gather_agreed
-from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
+from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
 from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_count, check_int, check_tensor, expected
 from ...kernels.sigmoid_sums import sigmoid_sums
@@ -19,7 +19,7 @@ from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
-from ..rows import check_device, check_values, checked_indexes, compute_dtype, may_hold
+from ..rows import check_device, check_values, checked_indexes, compute_dtype, may_hold, weight_of_rows
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .query_blocks import query_blocks
 
@@ -95,7 +95,14 @@ class NDCGLoss(CurrentTemperature):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, logits: Tensor, relevance: Tensor, indexes: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        relevance: Tensor,
+        indexes: Tensor | None = None,
+        *,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
         """Return the loss of the rows of all ranks, a scalar, or (queries,) with ``reduction="none"``.
 
         Args:
@@ -103,15 +110,20 @@ class NDCGLoss(CurrentTemperature):
             relevance: (N,) or (N, 1) numbers >= 0, or ``ignore_index``; higher is more relevant.
             indexes: (N,) integers, the query of each row, on every rank or on none; the same index on two ranks is the
                 same query. Without them all rows of all ranks are one query.
+            sample_weight: (N,) >= 0, on every rank or on none: the loss of a query is multiplied by the mean weight of
+                its rows, and the mean over the queries divides by the sum of these.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
+        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
             self._check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
-            checked = self._checked(logits, relevance, indexes)
-            return Offer(checked, self._shared_facts(), check=self._relevance_check(checked[1]), tensors=checked)
+            rows = self._checked(logits, relevance, indexes)
+            weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
+            checks = [check for check in (self._relevance_check(rows[1]), of_weight) if check is not None]
+            tensors = *rows, weight
+            return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors)
 
         if group is None:
             return note_kind(self._loss(*agree_on(call, None, bring).value))
@@ -162,7 +174,7 @@ class NDCGLoss(CurrentTemperature):
 
         return DeviceCheck(bad.any(), error)
 
-    def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None) -> Tensor:
+    def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
         dtype, member = compute_dtype(logits.dtype), None
         scores = logits.to(dtype)
         # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
@@ -176,18 +188,23 @@ class NDCGLoss(CurrentTemperature):
         if indexes is None:
             whole = None if member is None else member[None]
             values, valid = self._of_queries(scores[None], grades[None], whole, temperature)
+            factors = None if weight is None else _mean_of_rows(weight[None], whole)
         else:
             num_queries, blocks = query_blocks(indexes)
             values = scores.new_zeros(num_queries, dtype=torch.float64)
             values = values + scores[:0].sum()  # connects the loss to the rows even without a block
             valid = grades.new_zeros(num_queries, dtype=torch.bool)
+            factors = None if weight is None else weight.new_zeros(num_queries)
             for block in blocks:
                 inside = block.present if member is None else block.take(member)
                 result = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
                 block_values, block_valid = result
                 values = values.index_copy(0, block.queries, block_values)
                 valid[block.queries] = block_valid
-        return reduce_values(PerClass(values, valid), self.reduction, dtype)
+                if factors is not None and weight is not None:
+                    factors[block.queries] = _mean_of_rows(block.take(weight), inside)
+        values = values if factors is None else values * factors
+        return reduce_values(PerClass(values, valid), self.reduction, dtype, factors)
 
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float
@@ -235,3 +252,8 @@ class NDCGLoss(CurrentTemperature):
                 levels = torch.arange(len(ends) - 1, -1, -1, device=grades.device)
                 return (self._gains(levels) @ (so_far[ends] - so_far[ends - counts]))[None]
         return self._gains(grades.sort(dim=1, descending=True).values) @ discount
+
+
+def _mean_of_rows(weight: Tensor, member: Tensor | None) -> Tensor:
+    """Return the mean (q,) of the weights (q, L) of the members of each query, 0 without any."""
+    return weight.mean(dim=1) if member is None else (weight * member).sum(dim=1) / member.sum(dim=1).clamp_min(1)

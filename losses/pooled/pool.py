@@ -269,8 +269,8 @@ class PerClass(NamedTuple):
     valid: Tensor  # [C] bool
 
 
-def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the loss over the valid classes, or queries, in ``dtype``.
+def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+    """Return the loss over the valid classes, or queries, in ``dtype``; ``weight`` (C,) are factors of the values.
 
     ``"mean"`` and ``"sum"`` leave out invalid classes, and are 0 if no class is valid. ``"none"`` gives (C,) with NaN
     for invalid classes. A class whose loss is NaN always counts, so the result is NaN. In every case the loss is
@@ -279,11 +279,13 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype) -> Te
     values, valid = per_class
     if reduction == "none":
         return values.masked_fill(~valid, math.nan).to(dtype)
-    if values.numel() == 1:
+    if values.numel() == 1 and weight is None:
         # Not a view of float64 values: a kernel has saved them, and the caller may change the loss in place.
         loss = values.sum(dtype=dtype) if values.dtype == torch.float64 else values.reshape(())
     elif reduction == "mean":
-        loss = values.sum() / (valid | values.isnan()).sum().clamp_min(1)
+        counted = valid | values.isnan()
+        mass = counted.sum() if weight is None else (counted * weight).sum()
+        loss = values.sum() / torch.where(mass > 0, mass, 1)
     else:
         loss = values.sum()
     return note_kind(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)

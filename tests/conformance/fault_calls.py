@@ -130,11 +130,13 @@ _BAD_EMBEDDINGS = {
     "float labels": _wrong("labels", lambda y: y.double(), "TypeError", "labels: expected integers or bools"),
     "number of labels": _wrong("labels", lambda y: y[:-1], "ValueError", "labels: expected shape"),
     "labels elsewhere": _wrong("labels", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as embeddings"),
+    **_WEIGHTS,
 }
 _DIFFERENT_EMBEDDINGS = {
     "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
     "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", _ALONE),
     "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
 }
 
 
@@ -148,6 +150,7 @@ _BAD_GRADES = {
     "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),
     "sparse": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
     "elsewhere": _wrong("relevance", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as logits"),
+    **_WEIGHTS,
 }
 _BAD_PAIRS = {
     "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
@@ -158,12 +161,14 @@ _BAD_PAIRS = {
     "width of queries": _wrong("queries", lambda x: x[:, :2], "ValueError", "keys: expected shape"),
     "sparse": _wrong("keys", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
     "elsewhere": _wrong("keys", lambda x: x.to("meta"), "ValueError", _FOREIGN + "cpu, as queries"),
+    **_WEIGHTS,
 }
 _DIFFERENT_PAIRS = {
     "dtype": Fault(lambda given: {name: x.float() for name, x in given.items()}, "ValueError", "float32 (N, 3) with"),
     "width": Fault(lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"),
     "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
     "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "with sample_weight: "),
 }
 
 

@@ -25,17 +25,29 @@ from fullrank.losses.embeddings import base as embeddings_base
 EXACT = {"rtol": 1e-12, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 
 
-def info_nce(queries: Tensor, keys: Tensor, scale: Tensor | float, symmetric: bool, queued: Tensor | None) -> Tensor:
+def info_nce(
+    queries: Tensor,
+    keys: Tensor,
+    scale: Tensor | float,
+    symmetric: bool,
+    queued: Tensor | None,
+    weight: Tensor | None = None,
+) -> Tensor:
     """The textbook form, of rows of any length: one matrix of all pairs and a cross-entropy over its rows."""
     candidates = keys if queued is None else torch.cat([keys, queued])
-    places = torch.arange(len(queries))
-    loss = F.cross_entropy(scale * queries @ candidates.T, places)
-    return (loss + F.cross_entropy(scale * keys @ queries.T, places)) / 2 if symmetric else loss
+    places, share = torch.arange(len(queries)), torch.ones(len(queries)) if weight is None else weight
+    loss = F.cross_entropy(scale * queries @ candidates.T, places, reduction="none")
+    if symmetric:
+        loss = (loss + F.cross_entropy(scale * keys @ queries.T, places, reduction="none")) / 2
+    return (loss * share).sum() / share.sum()
 
 
-def sup_con(rows: Tensor, labels: Tensor, temperature: float, queued: Tensor, of_queued: Tensor) -> Tensor:
-    """Eq. 2 of Khosla et al., term by term."""
+def sup_con(
+    rows: Tensor, labels: Tensor, temperature: float, queued: Tensor, of_queued: Tensor, weight: Tensor
+) -> Tensor:
+    """Eq. 2 of Khosla et al., term by term, with a weight of each row in the mean."""
     candidates, names, losses = torch.cat([rows, queued]), torch.cat([labels, of_queued]).tolist(), []
+    mass = 0.0
     for i, label in enumerate(labels.tolist()):
         others = [j for j in range(len(candidates)) if j != i]
         positives = [j for j in others if names[j] == label]
@@ -43,8 +55,9 @@ def sup_con(rows: Tensor, labels: Tensor, temperature: float, queued: Tensor, of
             rows[i] @ candidates[p] / temperature - (candidates[others] @ rows[i] / temperature).exp().sum().log()
             for p in positives
         ]
-        losses += [-sum(terms) / len(terms)] if terms else []
-    return sum(losses) / len(losses)
+        losses += [-weight[i] * sum(terms) / len(terms)] if terms else []
+        mass += float(weight[i]) if terms else 0.0
+    return sum(losses) / mass
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -65,7 +78,7 @@ LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alo
 def test_info_nce_is_the_textbook_formula(
     symmetric: bool, normalize: bool, queue_size: int, device: torch.device
 ) -> None:
-    """In three steps of a queue that overflows, with the gradients of queries, keys and scale."""
+    """In three steps of a queue that overflows, with the gradients of queries, keys and scale; one with weights."""
     kept: Callable[[Tensor], Tensor] = unit if normalize else lambda rows: rows
     options: dict[str, Any] = {"symmetric": symmetric, "normalize": normalize, "queue_size": queue_size}
     loss = InfoNCELoss(0.2, learn_temperature=True, **options).double().to(device)
@@ -74,17 +87,20 @@ def test_info_nce_is_the_textbook_formula(
         queries, keys = normal(9, 5, seed=step), normal(9, 5, seed=9 + step)
         assert loss.logit_scale is not None
         scale = loss.logit_scale.detach().cpu().requires_grad_()
-        theirs = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued)
-        alone = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, None)
+        weight = torch.arange(9.0).double() if step == 1 else None
+        theirs = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued, weight)
+        without = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued)
+        assert torch.equal(without, theirs) == (step != 1)  # control
+        alone = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, None, weight)
         given = [rows.detach().to(device).requires_grad_() for rows in (queries, keys)]
-        ours = loss(*given)
+        ours = loss(*given, sample_weight=None if weight is None else weight.to(device))
         assert_close(ours.cpu(), theirs, **EXACT)
         assert (abs(alone - ours.cpu()) > 1e-3) == (queued is not None)  # the control: without the queue
         found = torch.autograd.grad(ours, (*given, loss.logit_scale))
         for mine, other in zip(found, torch.autograd.grad(theirs, (queries, keys, scale))):
             assert_close(mine.cpu(), other, **EXACT)
         fixed = InfoNCELoss(loss.temperature, **options | {"queue_size": 0})
-        assert_close(fixed(queries, keys), alone, **EXACT)
+        assert_close(fixed(queries, keys, sample_weight=weight), alone, **EXACT)
         if queue_size:
             held = kept(keys).detach()
             queued = held if queued is None else torch.cat([queued, held])
@@ -98,9 +114,10 @@ def test_sup_con_is_the_formula_of_the_paper(queue_size: int, device: torch.devi
         rows, order = normal(11, 4, seed=step), torch.randperm(11, generator=torch.Generator().manual_seed(step))
         labels = LABELS[order]
         live = labels != -100
-        theirs = sup_con(unit(rows[live]), labels[live], 0.2, queued, of_queued)
+        weight = torch.arange(11.0).double() if step == 1 else torch.ones(11).double()
+        theirs = sup_con(unit(rows[live]), labels[live], 0.2, queued, of_queued, weight[live])
         given = rows.detach().to(device).requires_grad_()
-        ours = loss(given, labels.to(device))
+        ours = loss(given, labels.to(device), sample_weight=weight.to(device) if step == 1 else None)
         assert_close(ours.cpu(), theirs, **EXACT)
         assert_close(torch.autograd.grad(ours, given)[0].cpu(), torch.autograd.grad(theirs, rows)[0], **EXACT)
         if queue_size:

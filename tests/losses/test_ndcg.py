@@ -75,6 +75,11 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     for index, value in zip(range(-2, 3), whole):
         own = query == index
         assert_close(1 - value.item(), ndcg_score(y[own][None], x[own][None], k=top), **EXACT)
+    weight = indexes + 3.0 + torch.arange(len(scores)) % 2  # of rows, which differ within a query too
+    mass = [float(weight[kept][torch.from_numpy(query == index)].mean()) for index in range(-2, 3)]
+    weighted = NDCGLoss(0.01, top=top)(scores, relevance, indexes, sample_weight=weight).item()
+    assert_close(weighted, sum(a * b for a, b in zip(whole.tolist(), mass)) / sum(mass), **EXACT)
+    assert abs(weighted - whole.mean().item()) > 1e-4  # control
     metric = RetrievalNormalizedDCG(top_k=top)
     value = metric(torch.from_numpy(x) + 1, torch.from_numpy(y), torch.from_numpy(query) + 2)
     assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32

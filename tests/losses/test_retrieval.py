@@ -307,12 +307,16 @@ def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str,
         embeddings, named = twin.to(device, copy=True).requires_grad_(), labels.to(device)
         whole, kept = torch.cat([twin.requires_grad_(), rows]), labels != IGNORED
         values = reference.retrieval_smooth_ap(whole, torch.cat([labels, names]), temperature=0.1, reduction="none")
-        expected = values.loss[: len(labels)]
-        expected = {"none": expected, "sum": expected.nansum(), "mean": expected.nanmean()}[reduction]
+        # The second step has weights of the queries.
+        weight = torch.arange(len(labels)).double() % 4 if step == 1 else torch.ones(len(labels)).double()
+        given = {"sample_weight": weight.to(device)} if step == 1 else {}
+        expected = values.loss[: len(labels)] * weight
+        mean = expected.nansum() / weight[~expected.isnan()].sum()
+        expected = {"none": expected, "sum": expected.nansum(), "mean": mean}[reduction]
         theirs = cases.gradient(expected, twin)
         assert bool(theirs.any())
-        found = loss(embeddings, named)
-        alone = retrieval_smooth_ap(embeddings, named, temperature=0.1, reduction=reduction)
+        found = loss(embeddings, named, **given)
+        alone = retrieval_smooth_ap(embeddings, named, temperature=0.1, reduction=reduction, **given)
         for value in (found,) if step else (found, alone):
             assert_close(value.cpu(), expected, equal_nan=True, **COSINES)
             assert_close(cases.gradient(value, embeddings).cpu(), theirs, **COSINES)
