@@ -106,9 +106,9 @@ def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tens
     return moved, ends, undefined, clashes
 
 
-def _shares_of(total: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
+def _shares_of(total: Tensor, has_negatives: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors on the weights of positives and the valid classes, both (C,), from sums over all ranks."""
-    valid = (total > 0) & (negatives > 0)
+    valid = (total > 0) & has_negatives
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
 
@@ -124,7 +124,7 @@ def _by_moments(
     sums = shard.exchange.sum(torch.stack(moments[: 2 if pool.weight is None else 3]), "the moments")
     del moments
     first, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))
-    factor, valid = _shares_of(total, first - positives if key_weight is None else first)
+    factor, valid = _shares_of(total, first > (positives if key_weight is None else 0))
     # Without weights of the rows the loss reads none.
     read = slice(None if shard.needs_gradient or key_weight is not None else 0)
     rows = Problem(
@@ -180,10 +180,9 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
     sums = exchange.sum(sums, "the sums at the positives")
     r_n, r_p = sums[: 2 * x.numel()].view(-1, 2).unbind(dim=1)
     r_p = r_p + (0.5 if key_weight is None else weight / 2)
-    total, negatives = x.new_zeros(num_classes).index_add_(0, class_of, weight), sums[2 * x.numel() :]
-    if key_weight is None:
-        negatives = negatives - torch.bincount(class_of, minlength=num_classes)
-    factor, valid = _shares_of(total, negatives)
+    positives = torch.bincount(class_of, minlength=num_classes) if key_weight is None else 0
+    total = x.new_zeros(num_classes).index_add_(0, class_of, weight)
+    factor, valid = _shares_of(total, sums[2 * x.numel() :] > positives)
     share = weight * factor[class_of]
     loss = x.new_zeros(num_classes).index_add_(0, class_of, share * (r_n / (r_n + r_p)))
     if not with_grad:

@@ -41,6 +41,7 @@ def smooth_ap_plain(
     key_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what ``smooth_ap_sums`` returns, differentiable in a graph of ``torch.compile``."""
+    weight = weight if key_weight is None else None  # the compiler refuses the same tensor twice
     loss, valid = _PlainSmoothAP.apply(scores, positive, member, weight, temperature, True, key_weight)
     return loss, valid
 
@@ -54,7 +55,10 @@ def plain_loss_and_gradient(
     with_grad: bool = True,
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
+    """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,).
+
+    Where there is a ``key_weight``, it is the weight in the mean too.
+    """
     num_classes, num_rows = scores.shape
     if num_rows == 0:
         nothing = scores.new_zeros(num_classes)
@@ -64,8 +68,10 @@ def plain_loss_and_gradient(
     groups = marks if member is None else marks * member[:, :, None]
     groups = groups if key_weight is None else groups * key_weight[..., None]
     numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives, or their weights
-    mass = marks[:, :, 0] if weight is None else marks[:, :, 0] * weight
-    total_mass = numbers[:, :1] if weight is None else mass.sum(dim=1, keepdim=True)  # [C, 1]
+    mass = groups[:, :, 0] if weight is None or key_weight is not None else marks[:, :, 0] * weight
+    total_mass = (
+        mass.sum(dim=1, keepdim=True) if weight is not None and key_weight is None else numbers[:, :1]
+    )  # [C, 1]
     valid = total_mass[:, 0] * numbers[:, 1] < 0
     # This makes a class with a NaN score NaN, even without a positive whose sums would be NaN.
     tiny = torch.finfo(scores.dtype).tiny

@@ -4,7 +4,8 @@ The forms differ only by rounding. :func:`smooth_ap_and_gradient` takes the firs
 
 1. All M^2 pairs in plain operators, for small pools on an accelerator: plain.py.
 2. The pairs of positives and rows in C, for few pairs on the host: native/pairs.inc.
-3. Bins in C, for many rows of one class with equal weights on the host: ``smooth_ap_in_c`` in binned.py.
+3. Bins in C, for many rows on the host, of one class or with a ``key_weight``: ``smooth_ap_in_c`` and
+   ``weighted_smooth_ap_in_c`` in binned.py.
 4. The pairs of positives and rows in torch, where they take less time than bins: ``smooth_ap_direct`` in direct.py.
 5. Sorted rows, where the scores are so far apart that most bins would be empty: ``smooth_ap_sorted`` in direct.py.
 6. Bins in torch: ``smooth_ap_binned`` in binned.py.
@@ -65,8 +66,7 @@ def smooth_ap_sums(
             O(M log M + interacting pairs) if the rows are so far apart that most bins would be empty. ``"plain"`` sums
             all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
         num_positive: the number of positives if the host knows it; otherwise the host may wait for the device.
-        key_weight: (M,) or (C, M) as ``weight``, > 0 for members: w, the weight of each row where rows are compared;
-            None for 1.
+        key_weight: None for 1, or ``weight``: w, the weight of each row where rows are compared, > 0 for members.
 
     Returns:
         The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a

@@ -39,8 +39,8 @@ def graph_of(function: Callable[..., Tensor], *args: object) -> list[str]:
     return names
 
 
-def call(logits: Tensor, targets: Tensor, temperature: float | None) -> Tensor:
-    return smooth_ap(logits, targets, temperature, validate_args=False)
+def call(logits: Tensor, targets: Tensor, temperature: float | None, weight: Tensor | None = None) -> Tensor:
+    return smooth_ap(logits, targets, temperature, sample_weight=weight, validate_args=False)
 
 
 def rows(count: int) -> tuple[Tensor, Tensor]:
@@ -52,8 +52,23 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
 def test_the_compiler_sees_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("fullrank" in name for name in graph_of(call, *rows(100), 0.1)), "the control: one operator on the CPU"
     everywhere(monkeypatch)
-    assert not any("fullrank" in name for name in graph_of(call, *rows(100), 0.1))
+    for weight in (None, torch.arange(100.0) % 5):
+        assert not any("fullrank" in name for name in graph_of(call, *rows(100), 0.1, weight))
     assert any("fullrank" in name for name in graph_of(call, *rows(5000), 0.1)), "too many pairs"
+
+
+@pytest.mark.slow
+def test_a_graph_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have a weight of 0. The control: no weights."""
+    weight, found = torch.arange(100.0) % 5, []
+    torch._dynamo.reset()
+    for function, given in ((call, weight), (torch.compile(call, fullgraph=True), weight), (call, None)):
+        logits, targets = rows(100)
+        loss = function(logits, targets, 0.1, given)
+        found.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+        everywhere(monkeypatch)  # for the compiled one
+    torch.testing.assert_close(found[1], found[0], rtol=2e-6, atol=2e-7)
+    assert (found[2][0] - found[0][0]).abs() > 1e-3
 
 
 @pytest.mark.full
