@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler, get_worker_info
 
-from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import Offer, State, agree_on
-from ..errors import Words, check_count, check_int, expected, warn
-
-_SAME_ARGUMENTS = (
-    "Pass the targets of the whole data set, and the same seed, on every rank: each takes its own part of every step."
-)
-_SAME_PLACE = "Call set_epoch and advance, or load the same state, on every rank."
+from ..distributed.group import Group
+from ..errors import Words, check_count, check_int, expected
+from .batch_sampler import BatchSampler, checked_classes, repeated_shuffles
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
+class BalancedBatchSampler(BatchSampler):
     """Batches of row indices with a fixed number of rows of each rare class, on every rank and in every batch.
 
     Equal to shuffling the rare rows and the others separately, repeating each shuffle as often as needed, and cutting
@@ -65,29 +58,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         group: Group = None,
     ) -> None:
-        classes = torch.as_tensor(targets).detach().cpu()
-        if classes.numel() == 0:
-            fix = "Pass those of the whole data set."
-            raise ValueError(expected("targets", "at least one row", Words("none"), fix))
-        if classes.ndim == 2 and classes.shape[1] == 1:
-            classes = classes[:, 0]
-        if classes.is_floating_point() and bool((classes.isfinite() & (classes == classes.round())).all()):
-            classes = classes.long()
-        if classes.ndim != 1 or classes.is_floating_point() or classes.is_complex():
-            fix = "Use one class index per row, such as targets.long(). With several labels per row, pass one of them."
-            raise ValueError(expected("targets", "integers of shape (N,)", classes, fix))
-        self.batch_size = check_count("batch_size", batch_size, 1)
+        classes = checked_classes("targets", targets)
+        super().__init__(batch_size, num_batches, seed, group)
+        self.num_rows = len(classes)
         self.positives = dict(positives) if isinstance(positives, Mapping) else {1: positives}
         for class_index, count in self.positives.items():
             check_int("class of positives", class_index)
             check_count("positives", count, 1)
-        if num_batches is not None:
-            check_count("num_batches", num_batches, 1)
-        self.num_batches, self.seed, self.group = num_batches, check_int("seed", seed), group
-        self.num_rows, self.epoch, self.batches_done = len(classes), 0, 0
-        self._num_skipped = 0  # batches of this epoch that were done when it was started, or its state loaded
-        self._is_complete = self._has_warned = False  # all batches of this epoch were drawn; the warning was given
-        self._digest: str | None = None  # of the targets, once it is compared or saved
         rest = batch_size - sum(self.positives.values())
         if rest < 0:
             raise ValueError(expected("positives", f"at most {batch_size} rows, the batch_size", positives))
@@ -105,131 +82,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ValueError(expected("targets", f"rows of other classes, {rest} in a batch", Words("none"), fix))
             self._strata.append((rest, others))
 
-    @property
-    def sampler(self) -> BalancedBatchSampler:
-        """The sampler itself: Lightning and Accelerate call ``set_epoch`` of this attribute of a batch sampler."""
-        return self
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"positives": str(self.positives)}
 
-    def _rank_and_size(self) -> tuple[int, int]:
-        if not is_initialized():
-            return 0, 1
-        group = resolve_group(self.group)
-        return group.rank(), group.size()
+    def _classes(self) -> list[Tensor]:
+        return [rows for _, rows in self._strata]
 
-    def _length(self, world_size: int) -> int:
-        return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
-
-    def __len__(self) -> int:
-        """Return the number of batches of this epoch, less those done before a restart; the same on every rank."""
-        return max(0, self._length(self._rank_and_size()[1]) - self._num_skipped)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the batches of this rank, less those done before a restart."""
-        rank, world_size = self._rank_and_size()
-        if world_size > 1 and get_worker_info() is None:  # the worker processes of a loader are in no group
-            facts = {name: State(value, _SAME_ARGUMENTS) for name, value in self._arguments().items()}
-            facts |= {"epoch": State(self.epoch, _SAME_PLACE), "batches done": State(self.batches_done, _SAME_PLACE)}
-            agree_on("BalancedBatchSampler", resolve_group(self.group), lambda: Offer(None, facts))
-        length, self._num_skipped = self._length(world_size), self.batches_done
-        if self.batches_done >= length:
-            warn(f"BalancedBatchSampler: epoch {self.epoch} has no batches left. Call set_epoch({self.epoch + 1}).")
-        if self._is_complete and self.batches_done == 0 and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"BalancedBatchSampler: epoch {self.epoch} starts again, with the same batches and without "
-                "the same rows. Call set_epoch(epoch) before each epoch."
-            )
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+    def _draw(self, length: int, rank: int, world_size: int, generator: torch.Generator) -> Tensor:
         parts = []
         for count, rows in self._strata:
-            drawn = _repeated_shuffles(len(rows), world_size * count, length, generator)
+            drawn = repeated_shuffles(len(rows), world_size * count, length, generator)
             parts.append(rows[drawn].view(length, world_size, count)[:, rank])
-        # Shuffle each batch, which may be cut into micro-batches.
-        order = torch.rand(length, self.batch_size, generator=generator).argsort(dim=1)
-        batches = torch.cat(parts, dim=1).gather(1, order)
-        return self._yield_lists(batches[self.batches_done :])
-
-    def _yield_lists(self, batches: Tensor) -> Iterator[list[int]]:
-        for batch in batches:
-            yield batch.tolist()
-        self._is_complete = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, counted from 0. A new epoch starts with its first batch; the current one stays where it is."""
-        if check_count("epoch", epoch, 0) != self.epoch:
-            self.epoch, self.batches_done, self._num_skipped = epoch, 0, 0
-        self._is_complete = False
-
-    def advance(self) -> None:
-        """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
-
-        A loader asks for batches before the model has trained on them, so the sampler does not count by itself.
-
-        Raises:
-            RuntimeError: when all batches of the epoch are done. :meth:`set_epoch` starts the next one.
-        """
-        length = self._length(self._rank_and_size()[1])
-        if self.batches_done >= length:
-            fix = f"Call set_epoch({self.epoch + 1}) before the batches of the next epoch."
-            got = Words(f"one more in epoch {self.epoch}")
-            raise RuntimeError(expected("advance", f"at most {length} batches in an epoch", got, fix))
-        self.batches_done += 1
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return what the order of an epoch depends on, besides its number and the ranks."""
-        if self._digest is None:
-            # The sampler uses nothing of the targets but the rows of each class.
-            digest = hashlib.blake2b(str(self.num_rows).encode(), digest_size=8)
-            for _, rows in self._strata:
-                digest.update(str(len(rows)).encode())
-                digest.update(rows.numpy().tobytes())
-            self._digest = digest.hexdigest()
-        names = ("seed", "batch_size", "num_batches")
-        return {name: getattr(self, name) for name in names} | {
-            "positives": str(self.positives),
-            "targets": f"{self.num_rows} rows, digest {self._digest}",
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return epoch, batches done and number of ranks; for comparison also arguments and a digest of the targets."""
-        place = {"epoch": self.epoch, "batches_done": self.batches_done, "world_size": self._rank_and_size()[1]}
-        return place | self._arguments()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: when the sampler that was saved had other arguments or targets; when it was within an epoch on
-                another number of ranks, whose batches differ; when it had done more batches than an epoch has.
-        """
-        world_size = self._rank_and_size()[1]
-        for name, value in self._arguments().items():
-            if state.get(name) != value:
-                fix = "Construct the sampler with the arguments of the one that was saved, or call set_epoch instead."
-                raise ValueError(expected(name, f"{state.get(name)}, as in the state", Words(value), fix))
-        if state["batches_done"] > 0 and state["world_size"] != world_size:
-            fix = f"Continue with the next epoch: set_epoch({state['epoch'] + 1})."
-            what = f"{state['world_size']}, as in the epoch that the state is within"
-            raise ValueError(expected("number of ranks", what, world_size, fix))
-        epoch, done = check_count("epoch", state["epoch"], 0), check_count("batches_done", state["batches_done"], 0)
-        if done > self._length(world_size):
-            raise ValueError(expected("batches_done", f"at most {self._length(world_size)}, those of an epoch", done))
-        self.epoch, self.batches_done, self._num_skipped, self._is_complete = epoch, done, done, False
-
-
-def _repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.Generator) -> Tensor:
-    """Return indices of ``number`` rows for all ``steps``, from one shuffle after another.
-
-    No step has a row twice, unless ``per_step`` is greater than ``number``.
-    """
-    shuffles: list[Tensor] = []
-    drawn = 0
-    while drawn < steps * per_step:
-        shuffle = torch.randperm(number, generator=generator)
-        begun = drawn % per_step  # rows of a step that the last shuffle did not complete
-        if begun and per_step <= number:
-            is_in_step = torch.isin(shuffle, shuffles[-1][-begun:])
-            shuffle = torch.cat([shuffle[~is_in_step], shuffle[is_in_step]])
-        shuffles.append(shuffle)
-        drawn += number
-    return torch.cat(shuffles)[: steps * per_step]
+        return torch.cat(parts, dim=1)

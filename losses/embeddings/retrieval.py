@@ -21,6 +21,7 @@ from ...kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
+from ..pooled.hints import NO_RANKING, Hints
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
 from ..rows import check_device, checked_embeddings, has_values, is_integer, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
@@ -97,7 +98,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        validate_args: no effect: every integer is a valid label. Types, shapes and devices are always checked.
+        validate_args: False turns the hint about batches without a pair off. Every integer is a valid label; types,
+            shapes and devices are always checked.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two, then a gather of the losses of the queries
@@ -129,6 +131,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         self.temperature = check_temperature(temperature, automatic=True)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
+        self._hints = Hints(type(self).__name__)
 
     @completed(DistributedLoss)
     @not_compiled
@@ -158,11 +161,13 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             rows = gather_after(call, group, agreed, self.gradient_reduction)
             if sum(agreed.rows) >= FEWEST_SPLIT:
                 split = Split(Exchange(call, group), agreed.rows)
-        loss, temperature, live, live_labels = _loss(
+        loss, temperature, valid, live, live_labels = _loss(
             *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
         )
         if has_values(loss):
             self._last_temperature = temperature
+            if self.validate_args and self.training and self._hints.count_call():
+                self._hints.observe_valid(valid, NO_RANKING)
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
         return loss if group is None else note_kind(loss, over_ranks=True)
@@ -201,8 +206,11 @@ def _loss(
     ignore_index: int,
     split: Split | None = None,
     queued: QueueRows | None = None,
-) -> tuple[Tensor, float, Tensor, Tensor]:
-    """Return the loss of checked rows, the temperature, and the rows of length 1 that took part with their labels."""
+) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
+    """Return the loss of checked rows, the temperature, and which queries are valid.
+
+    Then the rows of length 1 that took part, with their labels.
+    """
     kept = torch.arange(labels.shape[0], device=labels.device)
     if has_values(labels):
         kept = kept[labels != ignore_index]
@@ -238,4 +246,4 @@ def _loss(
     loss = reduce_values(per_query, reduction, unit.dtype, weight)
     if reduction == "none":
         loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
-    return loss, temperature, live.detach(), live_labels
+    return loss, temperature, valid, live.detach(), live_labels

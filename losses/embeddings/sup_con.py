@@ -18,6 +18,7 @@ from ...errors import check_positive
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
+from ..pooled.hints import NO_PAIR, Hints
 from ..rows import check_values, weight_of_rows
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
@@ -68,6 +69,7 @@ class SupConLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
         self.ignore_index = ignore_index
+        self._hints = Hints(type(self).__name__)
         self.temperature = check_positive("temperature", temperature)
 
     @completed(DistributedLoss)
@@ -127,11 +129,13 @@ class SupConLoss(ContrastiveLoss):
         candidates, labels = self._with_queue(live, targets)
         _, label, count = labels.unique(return_inverse=True, return_counts=True)
         groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
-        counted = count[label[: len(live)]] > 1
+        has_pair = count[label[: len(live)]] > 1
+        if self.validate_args and self.training and self._hints.count_call():
+            self._hints.observe_valid(has_pair, NO_PAIR)
         if weight is None:
-            share = 1 / counted.sum().clamp_min(1).to(rows)
+            share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
-            mass = (weight * counted).sum()
+            mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[first : first + len(rows)]
         largest = int(count.max()) if len(label) else 0
         block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=first)

@@ -26,7 +26,7 @@ from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_que
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
 from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values
-from .hints import Hints, Setting
+from .hints import NO_QUERY, Hints, Setting
 from .pool import (
     REDUCTIONS,
     WEIGHTINGS,
@@ -211,12 +211,14 @@ class RankingLoss(HoldsQueue):
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
         live = self._check_and_gather(given)
         pool = self._make_pool(live)
-        is_hinted = self.validate_args and self.training and live.indexes is None and has_values(live.logits)
-        is_observed = is_hinted and self._hints.count_call(pool)
+        is_hinted = self.validate_args and self.training and has_values(live.logits)
+        is_observed = is_hinted and self._hints.count_call(None if live.indexes is not None else pool)
         is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
-        if is_observed:
+        if is_observed and live.indexes is not None:
+            self._hints.observe_valid(per_class.valid, NO_QUERY)
+        elif is_observed:
             setting = self._setting(pool.rows.logits.shape[0])
             self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
         return loss, per_class

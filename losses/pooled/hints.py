@@ -22,6 +22,32 @@ _MANY = 0.99  # the share of live positives without a gradient above which a hin
 _SMALL_LOSS = 0.05  # below it the positives are ranked well and need no gradient
 
 
+class Empty(NamedTuple):
+    """Why a call may have nothing to rank, as the hint says it, and the fix."""
+
+    what: str
+    fix: str
+
+
+NO_CLASS = Empty(
+    "no class was valid",
+    "Usually no class had both a positive and a negative: draw batches with positives in them "
+    "(fullrank.data.BalancedBatchSampler), use larger batches, or set queue_size so that past rows stay in the pool.",
+)
+NO_QUERY = Empty(
+    "no query had both a positive and a negative",
+    "Keep the rows of a query in one batch, such as with fullrank.data.MPerClassSampler(indexes, m, batch_size), or "
+    "use larger batches.",
+)
+NO_GRADES = NO_QUERY._replace(what="no query had rows of different relevance, of which one is above 0")
+NO_PAIR = Empty(
+    "no row had another one of its label",
+    "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
+    "queue_size so that past rows stay in the pool.",
+)
+NO_RANKING = NO_PAIR._replace(what="no row had both another one of its label and one of another label")
+
+
 class Setting(NamedTuple):
     """What decides which hints apply to a call; None where a hint does not apply."""
 
@@ -45,8 +71,10 @@ class Hints:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    def count_call(self, pool: Pool) -> bool:
+    def count_call(self, pool: Pool | None = None) -> bool:
         """Count a call before its formula, and return whether to pass it to :meth:`observe` after it.
+
+        A loss without a pool passes which of its queries or rows are valid to :meth:`observe_valid` instead.
 
         True in calls 1, 2, 4, 8, ..., in which all hints are looked for. True also after a call with too few rows or
         without a valid class, until the series ends or its hint is given.
@@ -55,7 +83,8 @@ class Hints:
             self._read_copies()
         self._calls += 1
         if self._looks_for_all:
-            _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
+            if pool is not None:
+                _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
             return True
         return 0 < self._small_pools < _SMALL_POOLS or 0 < self._empty_calls < _EMPTY_CALLS
 
@@ -76,8 +105,7 @@ class Hints:
         self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
         if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
             self._warn_once("few rows", setting.small_pool)
-        if "no valid class" not in self._warned:
-            self._read(per_class.valid, self._count_empty_calls)
+        self.observe_valid(per_class.valid, NO_CLASS)
         if not self._looks_for_all:
             return
         if live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._warned:
@@ -87,15 +115,15 @@ class Hints:
         if pool.scores.requires_grad and pool.scores.numel() > 0:
             self._watch_positives(pool, per_class, setting.temperature)
 
-    def _count_empty_calls(self, valid: list[float]) -> None:
-        self._empty_calls = 0 if any(valid) else self._empty_calls + 1
+    def observe_valid(self, valid: Tensor, empty: Empty) -> None:
+        """Look at which classes, queries or rows of one call are valid; a call with none counts as ``empty``."""
+        if "empty" not in self._warned:
+            self._read(valid.any()[None], lambda found: self._count_empty_calls(any(found), empty))
+
+    def _count_empty_calls(self, any_valid: bool, empty: Empty) -> None:
+        self._empty_calls = 0 if any_valid else self._empty_calls + 1
         if self._empty_calls == _EMPTY_CALLS:
-            self._warn_once(
-                "no valid class",
-                f"no class was valid in {_EMPTY_CALLS} calls in a row, so the loss was 0. Usually no class had both a "
-                "positive and a negative: draw batches with positives in them (fullrank.data.BalancedBatchSampler), "
-                "use larger batches, or set queue_size so that past rows stay in the pool.",
-            )
+            self._warn_once("empty", f"{empty.what} in {_EMPTY_CALLS} calls in a row, so the loss was 0. {empty.fix}")
 
     def _check_range(self, ends: list[float]) -> None:
         low, high = ends

@@ -19,7 +19,8 @@ from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
-from ..rows import check_device, check_values, checked_indexes, compute_dtype, may_hold, weight_of_rows
+from ..rows import check_device, check_values, checked_indexes, compute_dtype, has_values, may_hold, weight_of_rows
+from .hints import NO_GRADES, Hints
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .query_blocks import query_blocks
 
@@ -92,6 +93,7 @@ class NDCGLoss(CurrentTemperature):
         self.top = None if top is None else check_count("top", top, 1)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
+        self._hints = Hints(type(self).__name__)
 
     @completed(DistributedLoss)
     @not_compiled
@@ -126,9 +128,14 @@ class NDCGLoss(CurrentTemperature):
             return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors)
 
         if group is None:
-            return note_kind(self._loss(*agree_on(call, None, bring).value))
-        gathered = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-        return note_kind(self._loss(*gathered.tensors), over_ranks=True)
+            rows = agree_on(call, None, bring).value
+        else:
+            rows = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction).tensors
+        loss = note_kind(self._loss(*rows), over_ranks=group is not None)
+        is_hinted = self.validate_args and self.training and has_values(loss)
+        if is_hinted and self._hints.count_call():
+            self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
+        return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
@@ -173,6 +180,18 @@ class NDCGLoss(CurrentTemperature):
             return ValueError(expected("relevance", what, grades[bad][0].item()))
 
         return DeviceCheck(bad.any(), error)
+
+    def _differ(self, grades: Tensor, indexes: Tensor | None) -> Tensor:
+        """Return in which queries two rows differ in relevance; the loss of the others is 0, or not defined."""
+        query, number = torch.zeros_like(grades, dtype=torch.int64), 1
+        if indexes is not None:
+            names, query = indexes.unique(return_inverse=True)
+            number = len(names)
+        kept, ends = grades != self.ignore_index, []
+        for way, nothing in (("amin", math.inf), ("amax", -math.inf)):
+            start = grades.new_full((number,), nothing)
+            ends.append(start.scatter_reduce(0, query, grades.masked_fill(~kept, nothing), way))
+        return ends[0] < ends[1]
 
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
         dtype, member = compute_dtype(logits.dtype), None

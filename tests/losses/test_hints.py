@@ -7,9 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor
 
-from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
+from fullrank import (
+    NDCGLoss,
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
+    RetrievalSmoothAPLoss,
+    SmoothAPLoss,
+    SupConLoss,
+)
 from fullrank.losses import RankingLoss
 from fullrank.losses.pooled import hints
 from fullrank.losses.pooled.hints import Copy, Hints
@@ -92,6 +100,61 @@ RIGHT_USES = {
 @pytest.mark.parametrize(("make", "steps"), RIGHT_USES.values(), ids=RIGHT_USES)
 def test_right_use_does_not_warn(make, steps):
     assert texts_of(make(), 40, **steps) == []
+
+
+EACH = torch.arange(ROWS)
+PAIRS = EACH // 2
+# Loss, what it is called with after the scores or embeddings, and the same with a pair; a part of the fix.
+PAIRLESS = {
+    "SupCon": (SupConLoss, (EACH,), (PAIRS,), "several rows of each label (fullrank.data.MPerClassSampler)"),
+    "Retrieval": (RetrievalSmoothAPLoss, (EACH,), (PAIRS,), "another one of its label and one of another label"),
+    "Retrieval, one label": (RetrievalSmoothAPLoss, (NONE,), (PAIRS,), "fullrank.data.MPerClassSampler"),
+    "NDCG, one row a query": (NDCGLoss, (EACH, EACH), (EACH, PAIRS), "rows of different relevance"),
+    "NDCG, equal relevance": (NDCGLoss, (NONE + 3,), (EACH,), "fullrank.data.MPerClassSampler"),
+    "NDCG, ignored": (NDCGLoss, (NONE.clone().index_fill(0, EACH[1:], -100),), (EACH,), "rows of different relevance"),
+    "AP, one row a query": (
+        SmoothAPLoss,
+        (EACH % 2, EACH),
+        (EACH % 2, PAIRS),
+        "MPerClassSampler(indexes, m, batch_size)",
+    ),
+}
+
+
+def call_of(loss, of_row):
+    """Return a function that calls the loss on scores or embeddings."""
+    is_of_embeddings = isinstance(loss, SupConLoss | RetrievalSmoothAPLoss)
+    if isinstance(loss, SmoothAPLoss):
+        return lambda scores, _: loss(scores[:, 0], of_row[0], indexes=of_row[1])
+    return lambda scores, _: loss(scores if is_of_embeddings else scores[:, 0], *of_row)
+
+
+@pytest.mark.parametrize(("make", "alone", "paired", "fix"), PAIRLESS.values(), ids=PAIRLESS)
+def test_batches_without_a_pair_warn_once(make, alone, paired, fix):
+    """Control: one pair in the batch is enough."""
+    for steps, of_row in ((19, alone), (45, paired)):
+        loss = make()
+        assert texts_of(call_of(loss, of_row), steps, lambda step: draw(step, 3)) == []
+    loss = make()
+    (text,) = texts_of(call_of(loss, alone), 45, lambda step: draw(step, 3))
+    assert text.startswith(f"{make.__name__}: no ")
+    assert "in 20 calls in a row, so the loss was 0" in text
+    assert fix in text
+    for quiet in (make(validate_args=False), make().eval()):
+        assert texts_of(call_of(quiet, alone), 25, lambda step: draw(step, 3)) == []
+
+
+@pytest.mark.parametrize("kind", ["SupCon", "Retrieval", "NDCG, one row a query", "AP, one row a query"])
+@on_ranks()
+def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
+    """Every rank warns if no rank has one; the control has the same labels on all ranks."""
+    make, alone, _, fix = PAIRLESS[kind]
+    for shift, number in ((rank * ROWS, 1), (0, 0)):
+        differing = [(column + rank) % 2 for column in alone[:-1]]  # targets or relevances
+        of_row = [*differing, alone[-1] + shift]
+        texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(step, 3))
+        assert len(texts) == number
+        assert all(fix in text for text in texts)
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
