@@ -124,5 +124,6 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
         model.zero_grad()
         for step, batch in accumulate(model, [rows], count):
             step.backward(loss(model(batch), targets))
-        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+        found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # sums of float32
         total.gather_distributed = False

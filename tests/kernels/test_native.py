@@ -288,7 +288,7 @@ def test_a_subclass_with_another_formula_never_takes_the_step() -> None:
         assert values[0] != fullrank.SmoothAPLoss(3, temperature=0.1)(x, targets).item()
     half, wide, plain = (kind(3, gather_distributed=False) for kind in (Half, Wide, fullrank.SmoothAPLoss))
     for _ in range(6):
-        torch.testing.assert_close(2 * half(x, targets), plain(x, targets))
+        torch.testing.assert_close(2 * half(x, targets), plain(x, targets), rtol=1e-6, atol=0)  # of float32
         wide(x, targets)
         assert wide.current_temperature == pytest.approx(3 * plain.current_temperature)
 

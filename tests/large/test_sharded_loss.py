@@ -291,7 +291,7 @@ def test_the_loss_of_each_class_is_returned(rank: int, form: str) -> None:
     assert found.valid.tolist() == [True, True, True, False]
     assert found.per_class.isnan().tolist() == [False, False, False, True]
     same(found.per_class[:3].tolist())
-    torch.testing.assert_close(found.per_class[:3].mean(), found.loss)
+    torch.testing.assert_close(found.per_class[:3].mean(), found.loss, rtol=1e-6, atol=0)  # of float32
 
 
 # State and settings
@@ -391,4 +391,4 @@ def test_it_compiles_in_one_process() -> None:
     sharded = ShardedLoss(SmoothAPLoss(3, temperature=0.5, validate_args=False))
     logits, targets = draw(40, 3)
     compiled = torch.compile(sharded, fullgraph=True)
-    torch.testing.assert_close(compiled(logits, targets), sharded(logits, targets))
+    torch.testing.assert_close(compiled(logits, targets), sharded(logits, targets), rtol=1e-6, atol=0)  # of float32
