@@ -75,7 +75,7 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     for index, value in zip(range(-2, 3), whole):
         own = query == index
         assert_close(1 - value.item(), ndcg_score(y[own][None], x[own][None], k=top), **EXACT)
-    weight = indexes + 3.0 + torch.arange(len(scores)) % 2  # of rows, which differ within a query too
+    weight = (indexes + 3.0 + torch.arange(len(scores)) % 2).double()  # of rows, which differ within a query too
     mass = [float(weight[kept][torch.from_numpy(query == index)].mean()) for index in range(-2, 3)]
     weighted = NDCGLoss(0.01, top=top)(scores, relevance, indexes, sample_weight=weight).item()
     assert_close(weighted, sum(a * b for a, b in zip(whole.tolist(), mass)) / sum(mass), **EXACT)
