@@ -7,7 +7,7 @@ takes three more sums for each threshold, which travel with the loss::
 
     own rows ==counts, 3 or 6 all-reduces==> thresholds -> sums of own rows ==all-gather==> loss, gradient of own rows
 
-Where gathering the rows is cheaper, they are gathered.
+Where gathering the rows is cheaper, or rows have weights, whose quantiles are no counts, they are gathered.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> t
 
 
 def _pays(shard: Shard, num_fractions: int, interpolation: str) -> bool:
-    """Return whether the counts are fewer bytes than the rows; quantiles of weighted rows are no counts."""
+    """Return whether the rows have no weights and the counts are fewer bytes than the rows."""
     if shard.pool.key_weight is not None:
         return False
     (num_classes, _), dtype = shard.pool.scores.shape, shard.pool.scores.dtype
