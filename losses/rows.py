@@ -375,6 +375,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}  # its bits
 
 
+def query_weight(weight: Tensor | None, reduction: str) -> Tensor | None:
+    """Return the weights of queries for a reduction: in the mean their ratios count, and ``"none"`` has none."""
+    if weight is None or reduction == "none":
+        return None
+    return weight / weight_unit(weight) if reduction == "mean" else weight
+
+
 def weight_unit(weight: Tensor) -> Tensor:
     """Return the power of two next below the largest weight, float32 or float64, a scalar.
 

@@ -19,7 +19,7 @@ from ...errors import RankRuntimeError, check_positive, expected
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..rows import check_device, check_values, has_values, weight_of_rows
+from ..rows import check_device, check_values, has_values, weight_of_rows, weight_unit
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 
 
@@ -148,14 +148,17 @@ class InfoNCELoss(ContrastiveLoss):
                 of_call = {"queries": describe_rows(queries), "logit_scale is sharded": is_sharded}
                 facts = self._facts({**of_call, "with sample_weight": sample_weight is not None})
             weight, check = weight_of_rows(sample_weight, queries, "queries", self.validate_args)
-            totals = [0.0 if weight is None or weight.is_meta else weight.sum()]
+            totals: list[Tensor | float] = [0.0, 0.0]
+            if weight is not None and not weight.is_meta:
+                unit = weight_unit(weight)  # so that no sum of weights overflows
+                totals = [(weight / unit).sum(), unit]
             totals += [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
             return Offer(weight, facts, len(keys), totals, self._checksum, check, tensors)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        masses, logit_scales = ([*numbers] for numbers in [*zip(*agreed.totals)][:2])  # of each rank, 0 without any
+        masses, units, logit_scales, _ = ([*numbers] for numbers in zip(*agreed.totals))  # of each rank, 0 without any
         if learned is not None and hasattr(learned, "full_tensor"):
             learned = learned.full_tensor()  # this communicates, so the ranks must have agreed
             if exchange is not None:
@@ -179,8 +182,9 @@ class InfoNCELoss(ContrastiveLoss):
         needs = [with_grad and tensor.requires_grad for tensor in rows]
         share: Tensor | float = 1 / max(1, sum(agreed.rows)) / (1 + self.symmetric)
         if agreed.value is not None:
-            mass = sum(masses)
-            share = agreed.value / (mass if mass > 0 else 1.0) / (1 + self.symmetric)
+            most = max(units)
+            mass = sum(mass * (unit / most) for mass, unit in zip(masses, units))
+            share = agreed.value / most / (mass or 1.0) / (1 + self.symmetric)
         local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs, share)
         scales = [] if learned is None else [learned]
         loss = self._sum_over_ranks(local, rows, agreed, exchange, scales, is_clamped, is_sharded)

@@ -23,7 +23,7 @@ from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.hints import NO_RANKING, Hints
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
-from ..rows import check_device, checked_embeddings, has_values, is_integer, unit_rows, weight_of_rows
+from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
@@ -54,8 +54,8 @@ def retrieval_smooth_ap(
     Args:
         embeddings: (N, D) of any scale; the loss normalises them.
         labels: (N,) or (N, 1) integers or bools, in any order and number; a row may be the only one of its label.
-        sample_weight: (N,) >= 0, of the rows as queries: the loss of a query is multiplied by its weight, and the mean
-            divides by the sum of the weights. Every row counts as one where it is ranked.
+        sample_weight: (N,) >= 0, of the rows as queries in the mean or the sum; no effect with ``"none"``. Every row
+            counts as one where it is ranked.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the cosine. None is automatic: 0.1
             times the spread of the similarities, which is their interquartile range over 1.349.
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (N,).
@@ -141,7 +141,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools.
-            sample_weight: (N,) >= 0, of the rows as queries, on every rank or on none.
+            sample_weight: (N,) >= 0, of the rows as queries in the mean or the sum, on every rank or on none.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
@@ -216,7 +216,7 @@ def _loss(
         kept = kept[labels != ignore_index]
     live, live_labels = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
     unit, unit_labels = live, live_labels
-    weight = None if weight is None else weight.index_select(0, kept)
+    weight = query_weight(None if weight is None else weight.index_select(0, kept), reduction)
     if queued is not None:
         unit = torch.cat([live, queued.logits.to(live)])
         unit_labels = torch.cat([live_labels, queued.targets.to(live_labels)])

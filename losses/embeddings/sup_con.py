@@ -19,7 +19,7 @@ from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..pooled.hints import NO_PAIR, Hints
-from ..rows import check_values, weight_of_rows
+from ..rows import check_values, weight_of_rows, weight_unit
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
 
@@ -135,6 +135,7 @@ class SupConLoss(ContrastiveLoss):
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
+            weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[first : first + len(rows)]
         largest = int(count.max()) if len(label) else 0

@@ -19,7 +19,16 @@ from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
-from ..rows import check_device, check_values, checked_indexes, compute_dtype, has_values, may_hold, weight_of_rows
+from ..rows import (
+    check_device,
+    check_values,
+    checked_indexes,
+    compute_dtype,
+    has_values,
+    may_hold,
+    query_weight,
+    weight_of_rows,
+)
 from .hints import NO_GRADES, Hints
 from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
 from .query_blocks import query_blocks
@@ -112,8 +121,8 @@ class NDCGLoss(CurrentTemperature):
             relevance: (N,) or (N, 1) numbers >= 0, or ``ignore_index``; higher is more relevant.
             indexes: (N,) integers, the query of each row, on every rank or on none; the same index on two ranks is the
                 same query. Without them all rows of all ranks are one query.
-            sample_weight: (N,) >= 0, on every rank or on none: the loss of a query is multiplied by the mean weight of
-                its rows, and the mean over the queries divides by the sum of these.
+            sample_weight: (N,) >= 0, on every rank or on none: a query has the mean weight of its rows in the mean or
+                the sum over the queries. No effect with ``reduction="none"``.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
@@ -194,7 +203,7 @@ class NDCGLoss(CurrentTemperature):
         return ends[0] < ends[1]
 
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
-        dtype, member = compute_dtype(logits.dtype), None
+        dtype, member, weight = compute_dtype(logits.dtype), None, query_weight(weight, self.reduction)
         scores = logits.to(dtype)
         # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
         if grades.device.type != "cpu" or may_hold(grades, self.ignore_index):
