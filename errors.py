@@ -139,11 +139,17 @@ def check_int(name: str, value: int) -> int:
 
 
 def check_tensor(name: str, value: object, what: str = "a tensor") -> None:
-    """Raise TypeError when ``value`` is not a tensor."""
+    """Raise TypeError when ``value`` is not a dense tensor."""
     if isinstance(value, tuple):  # such as what gather_rows returns
         raise TypeError(expected(name, what, Words(f"a tuple of length {len(value)}"), f"Index it: {name}[0]."))
     if not isinstance(value, Tensor):
         raise TypeError(expected(name, what, value, f"Use torch.as_tensor({name})."))
+    if value.is_nested:  # its shape may not exist, so that the message cannot quote it
+        fix = f"Pass its rows, torch.cat({name}.unbind()), and one row of the other tensors for each."
+        raise TypeError(expected(name, "a dense tensor", Words("a nested one"), fix))
+    if value.layout is not torch.strided:
+        got = Words(f"one of layout {value.layout}")
+        raise TypeError(expected(name, "a dense tensor", got, f"Use {name}.to_dense()."))
 
 
 def check_count(name: str, value: int, least: int) -> int:

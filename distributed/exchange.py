@@ -32,6 +32,7 @@ from .torch_private import all_gather_flat, reduce_scatter_flat
 
 all_reduce_flat = dist.all_reduce
 
+ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 ALIGN = 16  # bytes of the widest dtype, complex128
 
 
@@ -255,5 +256,5 @@ def errors_naming(call: str, what: str, cause: Exception | None = None) -> Itera
 def _collective_error(call: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
-        f"the timeout of the process group: look into the log of each rank for the first error. {error}"
+        f"the timeout of the process group: look into the log of each rank for the first error. {ALONE} {error}"
     )

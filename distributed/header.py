@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import WITH_GRADIENT, errors_naming, gather_flat
+from .exchange import ALONE, WITH_GRADIENT, errors_naming, gather_flat
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
@@ -56,7 +56,6 @@ _NUMBERS = itertools.count(1)  # of the agreements in this process, in the order
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 _SAME_ARGUMENTS = "Pass the same kind of arguments on every rank."
-_ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 
 
 class State(NamedTuple):
@@ -452,7 +451,7 @@ def disagreement(
     fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
     without_gradient = [{value.replace(WITH_GRADIENT, "") for value in values[key]} for key in differing]
     if "gradient" in differing or any(len(distinct) == 1 for distinct in without_gradient):
-        fixes[_ALONE] = None
+        fixes[ALONE] = None
     kind = RankRuntimeError if any(key in advice for key in differing) else RankValueError
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 

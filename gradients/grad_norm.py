@@ -294,7 +294,7 @@ def _measure(
         devices = {grad.device for grads in by_layout.values() for grad in grads}
         if len(devices) > 1:
             got = Words(", ".join(sorted(map(str, devices))))
-            fix = "Move the parameters to one device, or clip those of each device separately."
+            fix = "Move them to one device: one norm and one factor are for all of them."
             raise ValueError(expected("gradients", "all on one device", got, fix))
         parameter_devices = (parameter.device for parameter in own_parameters if not is_elsewhere(parameter))
         device = devices.pop() if devices else next(parameter_devices, None)

@@ -17,6 +17,7 @@ from sklearn.model_selection import train_test_split  # type: ignore[import-unty
 from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
+from ..errors import expected
 from ..losses import SmoothAPLoss
 
 CS = tuple(10.0**power for power in range(-4, 5))
@@ -73,6 +74,10 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any) -> AveragePrecisionClassifier:
         """Train on rows (N, F), dense or sparse, and their classes (N,)."""
+        if self.max_iter < 0:
+            raise ValueError(expected("max_iter", "an int >= 0", self.max_iter))
+        if not np.size(self.Cs):
+            raise ValueError(expected("Cs", "at least one number > 0", self.Cs))
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         if (kind := type_of_target(y, input_name="y", raise_unknown=True)) != "binary":
             raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")

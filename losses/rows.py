@@ -121,7 +121,9 @@ def check_batch(
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
-            fix = "Weights go to sample_weight=." if iid_mask.is_floating_point() else "Use iid_mask.bool()."
+            fix = "The query of each row goes to indexes=; of a mask use iid_mask.bool()."
+            if iid_mask.is_floating_point():
+                fix = "Weights go to sample_weight=."
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
     sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args, weight_dtype)
     if check is not None:
@@ -335,7 +337,12 @@ def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Ten
     if not rows.is_floating_point():
         raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
     if rows.ndim != 2 or rows.shape[1] == 0:
-        raise ValueError(expected(name, "shape (N, D), D >= 1", rows, f"Use {name}.flatten(1)."))
+        fix = f"Use {name}.flatten(1)."
+        if rows.ndim == 3:
+            fix = f"Use {name}.flatten(0, 1) if dim 1 is views or tokens, rows of their own, else {name}.flatten(1)."
+        elif rows.ndim < 2:
+            fix = f"Use {name}[None] for one row."
+        raise ValueError(expected(name, "shape (N, D), D >= 1", rows, fix))
     if width is not None and rows.shape[1] != width:
         fix = "Construct another loss for rows of another width."
         raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))

@@ -134,6 +134,10 @@ class InfoNCELoss(ContrastiveLoss):
             if learned is None:
                 check_positive("temperature", self.temperature)
             self._checked("queries", queries, group)
+            if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
+                fix = "Labels go to SupConLoss; of embeddings in integers use keys.float()."
+                kind = ValueError if keys.is_floating_point() else TypeError
+                raise kind(expected("keys", "shape (N, D) of floats, one key for each query", keys, fix))
             self._checked("keys", keys, group)
             if queries.shape != keys.shape:
                 fix = "Row i of the keys is the positive of row i of the queries."

@@ -35,7 +35,8 @@ class SupConLoss(ContrastiveLoss):
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
 
     With two rows of each label, such as two views of an image, this is NT-Xent, the loss of SimCLR. Labels must then
-    differ between the ranks, as the indices of the images in the data set do. A row without another of its label is a
+    differ between the ranks, as the indices of the images in the data set do. Views may be passed as (N, V, D): equal
+    to ``(embeddings.flatten(0, 1), labels.repeat_interleave(V))``. A row without another of its label is a
     candidate of the others. The rows of the queue have their labels: they are positives and negatives of the live rows.
 
     Args:
@@ -78,7 +79,8 @@ class SupConLoss(ContrastiveLoss):
         """Return the loss of the rows of all ranks, a scalar.
 
         Args:
-            embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
+            embeddings: (N, D) of this rank, or (N, V, D) with V views of each row, which have its label; N and V may
+                differ between ranks, and N may be 0.
             labels: (N,) or (N, 1) integers or bools, in any order and number.
             sample_weight: (N,) >= 0, of the rows in the mean over V, on every rank or on none. Every row stays a
                 candidate of the others.
@@ -89,9 +91,17 @@ class SupConLoss(ContrastiveLoss):
         def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
             check_positive("temperature", self.temperature)
             self._check_not_gathered(group, labels=labels)
-            rows, targets = self._checked("embeddings", embeddings, group), checked_labels(labels, embeddings)
+            has_views = isinstance(embeddings, Tensor) and not embeddings.is_nested and embeddings.ndim == 3
+            has_views = has_views and embeddings.shape[1] > 0
+            if has_views:
+                self._check_not_gathered(group, embeddings=embeddings)
+            rows = self._checked("embeddings", embeddings.flatten(0, 1) if has_views else embeddings, group)
+            targets = checked_labels(labels, embeddings)
+            weight, check = weight_of_rows(sample_weight, embeddings, "embeddings", self.validate_args)
+            if has_views:
+                targets = targets.repeat_interleave(embeddings.shape[1])
+                weight = None if weight is None else weight.repeat_interleave(embeddings.shape[1])
             check_values("embeddings", rows)
-            weight, check = weight_of_rows(sample_weight, rows, "embeddings", self.validate_args)
             ignored = targets == self.ignore_index
             if bool(ignored.any()):
                 kept = (~ignored).nonzero()[:, 0]

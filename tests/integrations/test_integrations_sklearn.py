@@ -1,6 +1,7 @@
 """The classifier of scikit-learn: its interface, what it optimises, and that it is one of the candidates it chooses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,3 +88,9 @@ def test_it_works_in_a_pipeline_and_in_a_search(rows: Rows) -> None:
     search = GridSearchCV(pipeline, grid, scoring="average_precision", cv=3)
     search.fit(features[:3000] * 100, classes[:3000] == "yes")
     assert search.best_params_ == {"averageprecisionclassifier__max_iter": 20}
+
+
+@pytest.mark.parametrize(("name", "value"), [("Cs", ()), ("Cs", np.zeros(0)), ("max_iter", -1)])
+def test_arguments_that_do_not_fit(rows: Rows, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
+        AveragePrecisionClassifier(**{name: value}).fit(rows[0][:200], rows[1][:200])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ from fullrank import losses
 from fullrank.losses import (
     BCEWithLogitsLoss,
     CrossEntropyLoss,
+    InfoNCELoss,
     LossWarmupWrapper,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
+    SupConLoss,
     causal_lm_loss,
     sigmoid_focal,
     smooth_ap,
@@ -43,6 +46,10 @@ LOGITS = (torch.arange(24.0) * 7 % 24).reshape(8, 3)  # enough rows for the quar
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 BINARY = TARGETS.clamp_max(1)
 ONES = torch.ones(8)
+PARTS = [torch.ones(4, 3), torch.ones(2, 3)]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the strided layout is a prototype
+    NESTED = [torch.nested.nested_tensor(PARTS, layout=layout) for layout in (torch.strided, torch.jagged)]
 PIXELS, LABELS = torch.zeros(4, 3, 2), torch.zeros(4, 2, dtype=torch.int64)
 TOKENS, NEXT = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 
@@ -81,11 +88,15 @@ VALUES: dict[str, list[tuple[str, type[Exception], list[tuple[Any, str]]]]] = {
         ("sample_weight", V, [(torch.ones(8, 3), r"\(8, 3\)"), (ends(ONES, -1.0), "-1")]),
         ("sample_weight", V, [(ONES[:, None], r"Use sample_weight\.squeeze\(1\)")]),
         ("sample_weight", V, [(ends(ONES, NAN), "nan"), (ends(ONES, INF), "inf")]),
-        ("iid_mask", T, [(ONES, "Weights go to sample_weight=")]),
+        ("iid_mask", T, [(ONES, "Weights go to sample_weight="), (TARGETS, "query of each row goes to indexes=")]),
+        ("logits", T, [(LOGITS.to_mkldnn(), r"torch\._mkldnn\. Use logits\.to_dense\(\)")]),
+        ("logits", T, [(nested, r"a nested one\. .*torch\.cat\(logits\.unbind\(\)\)") for nested in NESTED]),
     ],
     "no queries": [("indexes", T, [(TARGETS, "Use SmoothAPLoss")])],
     "queries": [("indexes", V, [(TARGETS[:, None], r"\(8, 1\)")]), ("logits", V, [(LOGITS, r"\(8, 3\)")])],
     "embeddings": [
+        ("embeddings", T, [(nested, r"a nested one\. .*torch\.cat\(embeddings\.unbind\(\)\)") for nested in NESTED]),
+        ("embeddings", V, [(ONES, r"Use embeddings\[None\] for one row"), (LOGITS[..., None, None], r"flatten\(1\)")]),
         ("labels", V, [(torch.ones(8, 2).long(), r"\(8, 2\)")]),
         ("labels", V, [(TARGETS.to("meta"), r"one on meta\. Use labels\.to\(embeddings\.device\)")]),
     ],
@@ -320,6 +331,11 @@ ADVICE: dict[str, Callable[[], object]] = {
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),
+    r"keys: expected shape .*Labels go to SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS),
+    r"keys: expected shape .*got a float32.*SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS.float()),
+    r"\(8, 1, 3\)\. Use embeddings.flatten\(0, 1\) if dim 1": lambda: RetrievalSmoothAPLoss()(LOGITS[:, None], TARGETS),
+    r"\(8, 0, 3\)\. Use embeddings.flatten\(0, 1\)": lambda: SupConLoss()(LOGITS[:, None][:, :0], TARGETS),
+    r"labels: expected shape \(4,\)": lambda: SupConLoss()(LOGITS.view(4, 2, 3), TARGETS),
     "^RetrievalSmoothAPLoss: too many positional arguments$": lambda: RetrievalSmoothAPLoss(0.1, "sum", -1, None, 5),
 }
 

@@ -136,6 +136,37 @@ def test_two_views_are_the_loss_of_simclr() -> None:
     assert abs(SupConLoss(0.5)(views.flatten(0, 1), labels.sort().values) - expected) > 1e-3
 
 
+@pytest.mark.parametrize("queue_size", [0, 14])
+@on_ranks()
+def test_views_are_rows_with_the_label_of_their_row(rank: int, queue_size: int) -> None:
+    """The formula of the paper over all views of all ranks, in three steps; a rank has none in the second.
+
+    The control gives the views of a row different labels.
+    """
+    world_size, loss, queued = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double()
+    of_queued = LABELS[:0]
+    for step in range(3):
+        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
+        views = [normal(count, 2 + (r + step) % 2, 4, seed=10 * step + r) for r, count in enumerate(counts)]
+        labels = [LABELS[r + step :][:count] for r, count in enumerate(counts)]
+        rows = torch.cat([part.flatten(0, 1) for part in views])
+        of_rows = torch.cat([names.repeat_interleave(part.shape[1]) for names, part in zip(labels, views)])
+        mixed = torch.cat([names.repeat(part.shape[1]) for names, part in zip(labels, views)])
+        theirs, control = (
+            sup_con(unit(rows[names != -100]), names[names != -100], 0.2, queued, of_queued)
+            for names in (of_rows, mixed)
+        )
+        ours = loss(views[rank], labels[rank][:, None] if step else labels[rank])
+        assert_close(ours, theirs, **EXACT)
+        assert abs(control - theirs) > 1e-3
+        (expected,) = torch.autograd.grad(theirs, views[rank])
+        assert_close(torch.autograd.grad(ours, views[rank])[0], world_size * expected, **EXACT)
+        if queue_size:
+            live = of_rows != -100
+            queued = torch.cat([queued, unit(rows[live]).detach()])[-queue_size:]
+            of_queued = torch.cat([of_queued, of_rows[live]])[-queue_size:]
+
+
 def test_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = normal(30, 4), normal(30, 4, seed=1)
     labels = torch.arange(30) % 7
