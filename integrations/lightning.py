@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
-from .monitor import Monitor, find_schedules
+from .monitor import Monitor, find_schedules, warn_of_accumulation
 
 # The Callback class of each installed distribution. A Trainer accepts a single callback only if it is an instance of
 # the class of its own distribution.
@@ -27,13 +27,20 @@ else:
     _Callback = type("_Callback", _CALLBACKS, {})
 
 
+def _look_at_accumulation(trainer: Any, pl_module: Any) -> None:
+    if pl_module.automatic_optimization:
+        how = "in a LightningModule with manual optimization"
+        warn_of_accumulation(pl_module, "accumulate_grad_batches", trainer.accumulate_grad_batches, how)
+
+
 class LossSchedule(_Callback):
     """Pass the epoch and the step to every :class:`~fullrank.LossWarmupWrapper` in the LightningModule.
 
     Equal to calling ``on_train_epoch_start(trainer.current_epoch)`` and ``on_train_batch_start(trainer.global_step)``
     of each wrapper in the hooks of the same names. The epoch is also passed where a resumed trainer skips its epoch
     hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
-    optimizers it counts the steps of all of them.
+    optimizers it counts the steps of all of them. It warns once of a pooled loss with ``accumulate_grad_batches`` > 1,
+    and so does :class:`LossMonitor`.
 
     Example:
         >>> LossSchedule().state_key
@@ -41,7 +48,8 @@ class LossSchedule(_Callback):
     """
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the epoch of every schedule."""
+        """Set the epoch of every schedule, and look at the number of micro-batches."""
+        _look_at_accumulation(trainer, pl_module)
         for schedule in find_schedules(pl_module):
             schedule.on_train_epoch_start(trainer.current_epoch)
 
@@ -79,7 +87,8 @@ class LossMonitor(_Callback):
         self._monitor.start()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restart the counts."""
+        """Restart the counts, and look at the number of micro-batches."""
+        _look_at_accumulation(trainer, pl_module)
         self._monitor.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

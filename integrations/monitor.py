@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from ..errors import warn
 from ..losses import InfoNCELoss, LossWarmupWrapper
-from ..losses.base import CurrentTemperature
+from ..losses.base import CurrentTemperature, HoldsQueue
 from ..losses.pooled.base import RankingLoss
+from ..losses.pooled.hints import accumulation_hint
 from ..losses.pooled.pool import PoolCounts
 
 
@@ -16,6 +19,18 @@ def find_schedules(module: object) -> list[LossWarmupWrapper]:
     """Return the warm-up schedules in ``module``, including itself; an empty list if it is not a module."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
     return [schedule for schedule in modules if isinstance(schedule, LossWarmupWrapper)]
+
+
+_WARNED: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_accumulation(module: nn.Module, argument: str, number: int, how: str) -> None:
+    """Warn once if a framework averages a pooled loss in ``module`` over a ``number`` of micro-batches."""
+    if number > 1 and module not in _WARNED:
+        loss = next((loss for loss in module.modules() if isinstance(loss, HoldsQueue)), None)
+        if loss is not None:
+            _WARNED.add(module)
+            warn(f"{type(loss).__name__}: {accumulation_hint(argument, how)}")
 
 
 class Monitor:

@@ -24,6 +24,7 @@ from ...kernels.costs import costs_of
 from ...kernels.registration import with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
+from ..pooled.hints import Hints
 from ..rows import checked_embeddings, compute_dtype, unit_rows
 
 FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
@@ -66,6 +67,7 @@ class ContrastiveLoss(HoldsQueue):
         if not isinstance(normalize, bool):
             raise TypeError(expected("normalize", "True or False", normalize))
         self.normalize = normalize
+        self._hints = Hints(type(self).__name__)
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:

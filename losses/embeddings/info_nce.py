@@ -192,6 +192,8 @@ class InfoNCELoss(ContrastiveLoss):
         local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs, share)
         scales = [] if learned is None else [learned]
         loss = self._sum_over_ranks(local, rows, agreed, exchange, scales, is_clamped, is_sharded)
+        if self.validate_args and self.training and has_values(loss):
+            self._hints.count_call()
         if self._enqueues and has_values(loss):
             self.queue.enqueue(all_rows[0], torch.zeros(len(all_rows[0]), dtype=torch.int64, device=keys.device))
         return loss

@@ -18,7 +18,7 @@ from ...errors import check_positive
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..pooled.hints import NO_PAIR, Hints
+from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
 from .retrieval import checked_labels
@@ -70,7 +70,6 @@ class SupConLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
         self.ignore_index = ignore_index
-        self._hints = Hints(type(self).__name__)
         self.temperature = check_positive("temperature", temperature)
 
     @completed(DistributedLoss)

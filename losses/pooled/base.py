@@ -212,11 +212,12 @@ class RankingLoss(HoldsQueue):
         live = self._check_and_gather(given)
         pool = self._make_pool(live)
         is_hinted = self.validate_args and self.training and has_values(live.logits)
-        is_observed = is_hinted and self._hints.count_call(None if live.indexes is not None else pool)
+        of_queries = live.indexes is not None
+        is_observed = is_hinted and self._hints.count_call(None if of_queries else pool, per_query=of_queries)
         is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
-        if is_observed and live.indexes is not None:
+        if is_observed and of_queries:
             self._hints.observe_valid(per_class.valid, NO_QUERY)
         elif is_observed:
             setting = self._setting(pool.rows.logits.shape[0])

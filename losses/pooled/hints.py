@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,10 +72,11 @@ class Hints:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    def count_call(self, pool: Pool | None = None) -> bool:
+    def count_call(self, pool: Pool | None = None, *, per_query: bool = False) -> bool:
         """Count a call before its formula, and return whether to pass it to :meth:`observe` after it.
 
-        A loss without a pool passes which of its queries or rows are valid to :meth:`observe_valid` instead.
+        A loss without a pool passes which of its queries or rows are valid to :meth:`observe_valid` instead. A loss
+        ``per_query`` may be averaged over micro-batches.
 
         True in calls 1, 2, 4, 8, ..., in which all hints are looked for. True also after a call with too few rows or
         without a valid class, until the series ends or its hint is given.
@@ -83,6 +85,9 @@ class Hints:
             self._read_copies()
         self._calls += 1
         if self._looks_for_all:
+            if not per_query and _accelerate_accumulates():
+                fix = "a Trainer has PooledLossMixin of fullrank.integrations for it"
+                self._warn_once("accumulation", accumulation_hint("gradient_accumulation_steps", fix))
             if pool is not None:
                 _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
             return True
@@ -181,6 +186,21 @@ class Hints:
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"{self._loss}: {text}")
+
+
+def accumulation_hint(argument: str, how: str) -> str:
+    """Return the hint for a pooled loss of each micro-batch; ``argument`` is what the framework calls their number."""
+    return (
+        f"{argument} is greater than 1, so each call compares the rows of one micro-batch alone, and the losses are "
+        "averaged. That is not the loss of all rows: use fullrank.pooled_backward for the micro-batches of a step "
+        f"({how}), or larger batches and {argument}=1."
+    )
+
+
+def _accelerate_accumulates() -> bool:
+    """Return True between optimizer steps of Accelerate, or of a Trainer, which uses it."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return getattr(state, "_shared_state", {}).get("sync_gradients") is False
 
 
 class Copy(NamedTuple):

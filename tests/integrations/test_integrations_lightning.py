@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -156,6 +157,19 @@ def windowed(rank: int, kind: str, definition: str, options: dict[str, Any]) -> 
     return cases.change(model, before, expected), cases.worst([trainer.callback_metrics["loss"]], losses[-1:])
 
 
+def hints_of(rank: int, definition: str, options: dict[str, Any]) -> list[str]:
+    """Return the warnings about micro-batches of two epochs with both callbacks."""
+    from fullrank.integrations.lightning import LossMonitor, LossSchedule
+
+    names = run_block(definition, {})
+    model = names["Ranker"](cases.make_encoder().double(), names["loss_fn"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(max_epochs=2, callbacks=[LossSchedule(), LossMonitor()], **options)
+        trainer.fit(model, row_loader())
+    return [str(one.message) for one in caught if "pooled_backward" in str(one.message)]
+
+
 def refused(rank: int, kind: str, definition: str) -> str:
     """Return the error that a training raises."""
     return error_of(lambda: windowed(rank, kind, definition, {}))[1]
@@ -236,6 +250,17 @@ CONTROLS = {
 @pytest.mark.parametrize("name", CONTROLS)
 def test_control_another_training(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     assert min(map(max, workers(trained, *CONTROLS[name], str(tmp_path)))) > 0.01
+
+
+def test_a_pooled_loss_of_each_micro_batch_warns_once(workers: WorkerPool) -> None:
+    """Controls: one micro-batch a step, and a loss that is not pooled."""
+    pointwise = DEFINITION.replace(', "ap": SmoothAPLoss(num_classes=1)', "")
+    assert pointwise != DEFINITION
+    two: dict[str, Any] = {"accumulate_grad_batches": 2}
+    for definition, options, number in ((DEFINITION, two, 1), (DEFINITION, {}, 0), (pointwise, two, 0)):
+        for texts in workers(hints_of, definition, options):
+            assert len(texts) == number
+            assert all(text.startswith("SmoothAPLoss: accumulate_grad_batches is greater than 1") for text in texts)
 
 
 def test_a_single_callback_is_taken_by_both_packages() -> None:

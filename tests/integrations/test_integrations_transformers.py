@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import warnings
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -136,6 +137,15 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     found = torch.cat([cases.flat(model.image), cases.flat(model.text), model.logit_scale.detach()])
     last = cases.worst(log_of(trainer, "temperature")[-1:], [learned.temperature])
     return error(found - before, expected - before), cases.worst(log_of(trainer, "loss"), losses), last
+
+
+def hints_of(rank: int, recipe: str, folder: str, options: dict[str, Any]) -> list[str]:
+    """Return the warnings about micro-batches of a training."""
+    names = {"model": make_model("bert"), "arguments": make_arguments(folder, **options), "dataset": pooled_rows()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_block(recipe, names)
+    return [str(one.message) for one in caught if "pooled_backward" in str(one.message)]
 
 
 def one_process() -> Any:
@@ -353,6 +363,15 @@ def test_windows_train_as_one_process(workers: WorkerPool, tmp_path: Path, name:
     for errors in workers(trained, kind, recipe, str(tmp_path), options):
         assert max(errors) <= LIMIT or name in WRONG, errors
         assert all(found > bound for found, bound in zip(errors, least)), errors
+
+
+def test_a_pooled_loss_of_each_micro_batch_warns_once(workers: WorkerPool, tmp_path: Path) -> None:
+    """Not with one micro-batch, nor with the mixin."""
+    alone = {"gradient_accumulation_steps": 1}
+    for recipe, options, number in ((POOLED_FUNC, {}, 1), (POOLED_FUNC, alone, 0), (POOLED, {}, 0)):
+        for texts in workers(hints_of, recipe, str(tmp_path), options):
+            assert len(texts) == number
+            assert all("a Trainer has PooledLossMixin of fullrank.integrations" in text for text in texts)
 
 
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import sys
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from on_ranks import on_ranks
 from torch import Tensor
 
 from fullrank import (
+    InfoNCELoss,
     NDCGLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
@@ -123,9 +126,10 @@ PAIRLESS = {
 
 def call_of(loss, of_row):
     """Return a function that calls the loss on scores or embeddings."""
-    is_of_embeddings = isinstance(loss, SupConLoss | RetrievalSmoothAPLoss)
+    is_of_embeddings = isinstance(loss, InfoNCELoss | SupConLoss | RetrievalSmoothAPLoss)
     if isinstance(loss, SmoothAPLoss):
-        return lambda scores, _: loss(scores[:, 0], of_row[0], indexes=of_row[1])
+        queries = {"indexes": of_row[1]} if len(of_row) > 1 else {}
+        return lambda scores, _: loss(scores[:, 0], of_row[0], **queries)
     return lambda scores, _: loss(scores if is_of_embeddings else scores[:, 0], *of_row)
 
 
@@ -155,6 +159,30 @@ def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
         texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(step, 3))
         assert len(texts) == number
         assert all(fix in text for text in texts)
+
+
+# Loss, what it is called with, and whether micro-batches may be averaged.
+POOLED = {
+    "AP": (AP, (every(5),), False),
+    "AP per query": (SmoothAPLoss, (EACH % 2, PAIRS), True),
+    "NDCG": (NDCGLoss, (EACH,), False),
+    "NDCG per query": (NDCGLoss, (EACH, PAIRS), True),
+    "SupCon": (SupConLoss, (PAIRS,), False),
+    "Retrieval": (RetrievalSmoothAPLoss, (PAIRS,), False),
+    "InfoNCE": (InfoNCELoss, (draw(1, 3).detach(),), False),
+}
+
+
+@pytest.mark.parametrize(("make", "of_row", "is_fine"), POOLED.values(), ids=POOLED)
+@pytest.mark.parametrize("state", [{}, {"sync_gradients": True}, {"sync_gradients": False}], ids=str)
+def test_micro_batches_of_accelerate_warn_once(monkeypatch, make, of_row, is_fine, state):
+    stub = SimpleNamespace(GradientState=SimpleNamespace(_shared_state=state))
+    monkeypatch.setitem(sys.modules, "accelerate.state", stub)
+    texts = texts_of(call_of(make(), of_row), 20, lambda step: draw(step, 3))
+    assert len(texts) == (state == {"sync_gradients": False} and not is_fine)
+    assert all("use fullrank.pooled_backward for the micro-batches of a step" in text for text in texts)
+    quiet = make(validate_args=False)
+    assert texts_of(call_of(quiet, of_row), 20, lambda step: draw(step, 3)) == []
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
