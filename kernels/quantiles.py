@@ -188,7 +188,11 @@ def _weighted_levels_of(
     scores, mass = scores.gather(1, lightest_first), mass.gather(1, lightest_first)
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     mass = mass.gather(1, order)
-    above, others = above + mass.cumsum(dim=1) - mass, total - mass
+    if not mass.is_cpu and torch.are_deterministic_algorithms_enabled():  # an accelerator adds in any order
+        so_far = mass.cpu().cumsum(dim=1).to(mass.device)
+    else:
+        so_far = mass.cumsum(dim=1)
+    above, others = above + so_far - mass, total - mass
     place = torch.where(others > 0, above / others, 0.0)  # [C, K] from 0 for the top score of all to 1
     last = ((mass > 0).sum(dim=1, keepdim=True) - 1).clamp_min(0)  # [C, 1]
     upper = (torch.searchsorted(place, q * (1 + _SNAP), right=True) - 1).clamp_min(0).minimum(last)

@@ -359,9 +359,7 @@ class MemoryQueue(nn.Module):
         logits, targets, iid, weight = (state[name][:fill] for name in _ROWS)
         require(bool(logits.isfinite().all()), "logits", "finite numbers", Words("others, which never enter a queue"))
         dtype, has_weights = torch.float64 if state["is_double"] else torch.float32, bool(state["has_weights"])
-        rows = QueueRows(
-            logits.to(dtype), targets.to(self._targets.dtype), iid, weight.to(dtype) if has_weights else None
-        )
+        rows = QueueRows(logits.to(dtype), targets.to(self._targets.dtype), iid, weight if has_weights else None)
         found = _digest((pointer, fill, enqueued, has_weights), rows, state["checksum"])
         require(found == state["contents"], "contents", repr(state["contents"]), found)
 
@@ -402,7 +400,8 @@ def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Ten
     """Return a hash of the position, of all bits of the rows, and of the checksum."""
     words = position if checksum is None else (*position, int(checksum))
     contents = hashlib.blake2b(repr(words).encode(), digest_size=8)
-    for tensor in rows if len(rows.logits) else ():
+    weight = None if rows.sample_weight is None else rows.sample_weight.double()  # as in a state
+    for tensor in (*rows[:-1], weight) if len(rows.logits) else ():
         if tensor is not None:
             contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return contents.hexdigest()

@@ -284,8 +284,12 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype, weigh
         loss = values.sum(dtype=dtype) if values.dtype == torch.float64 else values.reshape(())
     elif reduction == "mean":
         counted = valid | values.isnan()
-        mass = counted.sum() if weight is None else (counted * weight).sum()
-        loss = values.sum() / torch.where(mass > 0, mass, 1)
+        if weight is None:
+            mass = counted.sum().clamp_min(1)
+        else:
+            mass = (counted * weight).sum()
+            mass = torch.where(mass > 0, mass, 1.0)
+        loss = values.sum() / mass
     else:
         loss = values.sum()
     return note_kind(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)

@@ -404,7 +404,7 @@ def test_every_address_is_inside_of_the_memory_of_the_call(is_control: bool, tmp
         pytest.skip("there is no gcc with an address sanitizer")
     for path in Path(__file__).parents[2].glob("kernels/native/*.[ci]*"):
         text = path.read_text("utf-8")
-        (tmp_path / path.name).write_text(text.replace("(7 * (num_rows)", "(2 * (num_rows)") if is_control else text)
+        (tmp_path / path.name).write_text(text.replace("(9 * (num_rows)", "(2 * (num_rows)") if is_control else text)
     flags = ["-O1", "-fsanitize=address", "-ffp-contract=off", "-shared", "-fPIC"]
     subprocess.run(["gcc", *flags, "sums.c", "-o", "sums.library", "-lm"], cwd=tmp_path, check=True)
     tests = ["-x", "-s", "-p", "no:cacheprovider", "-k", "layout or moments or reach or one_step", __file__]

@@ -43,11 +43,16 @@ def info_nce(
 
 
 def sup_con(
-    rows: Tensor, labels: Tensor, temperature: float, queued: Tensor, of_queued: Tensor, weight: Tensor
+    rows: Tensor,
+    labels: Tensor,
+    temperature: float,
+    queued: Tensor,
+    of_queued: Tensor,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Eq. 2 of Khosla et al., term by term, with a weight of each row in the mean."""
     candidates, names, losses = torch.cat([rows, queued]), torch.cat([labels, of_queued]).tolist(), []
-    mass = 0.0
+    weight, mass = torch.ones(len(rows)) if weight is None else weight, 0.0
     for i, label in enumerate(labels.tolist()):
         others = [j for j in range(len(candidates)) if j != i]
         positives = [j for j in others if names[j] == label]
