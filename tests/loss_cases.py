@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from reference import Rows
 from torch import Tensor, nn
 
@@ -63,35 +64,39 @@ KINDS = {
 class Argument(NamedTuple):
     """An argument of a loss.
 
-    ``other``: a value other than the usual one, in which the processes may not differ, unless ``apart`` says why they
-    may. ``bad``: values that raise ValueError. ``wrong``: values that raise TypeError.
+    ``other``: a value other than the usual one, or a function that makes it on each process. The processes may not
+    differ in it, unless ``apart`` says why they may. ``bad``: values that raise ValueError. ``wrong``: values that
+    raise TypeError. ``among``: the settings next to which ``other`` has an effect, if the form has others.
     """
 
     other: Any = None
     bad: Sequence[Any] = ()
     wrong: Sequence[Any] = ()
     apart: str = ""
+    among: Mapping[str, Any] = {}
 
 
 # What several losses have. A row describes the arguments of its own, and what it refuses besides.
 SHARED = {
     "num_classes": Argument(3, [0, -1], [2.0, True]),
     "queue_size": Argument(7, [-1], [1.5]),
-    "num_features": Argument(bad=[0, -1], wrong=[2.5, True], apart="It says which state can be loaded."),
+    "num_features": Argument(8, [0, -1], [2.5, True], apart="It says which state can be loaded."),
     "temperature": Argument(0.7, [0.0, -0.1, NAN, INF], ["0.1"]),
     "reduction": Argument("sum", ["average", None]),
     "ignore_index": Argument(-1, [], [1.0, None]),
-    "update_queue_in_eval": Argument(apart="Its effect is compared: DRIFTS of test_drift.py has it."),
+    "update_queue_in_eval": Argument(True, apart="Its effect is compared: DRIFTS of test_drift.py has it."),
     "max_pool_size": Argument(9, [0], [2.5]),
     "queue_keep": Argument("negatives", ["positives"]),
     "queue_in_eval": Argument(True),
     "multi_hot": Argument(True),
     "weighting": Argument("positives", ["negatives"]),
     "normalize": Argument(False),
-    "gather_distributed": Argument(None, [], ["yes", 1], apart="A process that does not gather does not call."),
-    "group": Argument(None, [], ["world"], apart="A process that names another group cannot be asked."),
+    "gather_distributed": Argument(True, [], ["yes", 1], apart="A process that does not gather does not call."),
+    "group": Argument(
+        lambda: dist.group.WORLD, [], ["world"], apart="A process that names another group cannot be asked."
+    ),
     "gradient_reduction": Argument("sum", ["max", 0]),
-    "validate_args": Argument(apart="Whichever process checks, all raise."),
+    "validate_args": Argument(False, apart="Whichever process checks, all raise."),
     "name": Argument("other", [], [1]),
 }
 
@@ -146,6 +151,10 @@ class Loss:
         """The names of the arguments of the pure function."""
         return frozenset(() if self.function is None else inspect.signature(self.function).parameters)
 
+    def default(self, argument: str) -> Any:
+        """Return the default of an argument of the constructor."""
+        return inspect.signature(self.module).parameters[argument].default
+
     def takes(self, name: str) -> bool:
         """Return whether a call takes an argument; what is made of parts passes it on."""
         names = inspect.signature(self.function if self.module is None else self.module.forward).parameters
@@ -159,15 +168,14 @@ class Loss:
     @property
     def is_automatic(self) -> bool:
         """Whether its usual temperature follows from the scores."""
-        return (
-            "temperature" in self.arguments and inspect.signature(self.module).parameters["temperature"].default is None
-        )
+        return "temperature" in self.arguments and self.default("temperature") is None
 
     def argument(self, name: str) -> Argument:
         """Return the entry of an argument: what is said of it here, and of all losses that have it."""
         own, shared = self.own.get(name, Argument()), SHARED.get(name, Argument())
         other = shared.other if own.other is None else own.other
-        return Argument(other, [*shared.bad, *own.bad], [*shared.wrong, *own.wrong], own.apart or shared.apart)
+        refused = [*shared.bad, *own.bad], [*shared.wrong, *own.wrong]
+        return Argument(other, *refused, own.apart or shared.apart, own.among)
 
     @property
     def first(self) -> Form:
@@ -265,6 +273,7 @@ WARM = {"temperature": 0.2}
 TRAPEZOID, DRO = {"surrogate": "trapezoid"}, {"surrogate": "dro"}
 BAND, LINEAR = {"alpha": 0.1, "beta": 0.7}, {"quantile_interpolation": "linear"}
 READS_VALUES = "It reads values, of which the meta device has none."
+OF_EPOCHS = {"warmup_steps": None, "blend_steps": None, "warmup_epochs": 1}
 KEEPS_STATE = "A graph holds no state, so the module runs eagerly."
 OF_PARTS = "Each of its parts rounds the gradient of its own."
 BY_VALUES = "The number of operators depends on values, so it runs eagerly."
@@ -406,7 +415,9 @@ ROWS = (
         own={
             "symmetric": Argument(False, [], ["yes"]),
             "learn_temperature": Argument(False, [], [1]),
-            "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"]),
+            "max_logit_scale": Argument(
+                50.0, [0.0, NAN], ["100"], among={"learn_temperature": True, "temperature": 0.02}
+            ),
         },
         left_out={**CONTRASTIVE, "meta symmetric": READS_VALUES},
     ),
@@ -438,7 +449,7 @@ ROWS = (
             "alpha": Argument([1.0, 2.0, 1.0], [[1.0, -1.0, 1.0], [1.0, NAN, 1.0]], [0.25, "balanced"]),
             "gamma": Argument(1.0, [-1.0, NAN], ["2"]),
             "label_smoothing": SHARE,
-            "background_class": Argument(1, [], [0.5]),
+            "background_class": Argument(1, [], [0.5], among={"reduction": "mean_positive"}),
         },
         together=[("inputs", {"inputs": torch.zeros(4), "targets": torch.zeros(4).long()}, "")],
     ),
@@ -462,7 +473,7 @@ ROWS = (
         losses.CrossEntropyLoss,
         forms={"": {}, "weights": {"weight": WEIGHT, "label_smoothing": 0.1}},
         own={
-            "weight": Argument(2 * WEIGHT, [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0]], [WEIGHT.tolist(), 0.5]),
+            "weight": Argument(WEIGHT.flip(0), [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0]], [WEIGHT.tolist(), 0.5]),
             "label_smoothing": SHARE,
             "reduction": Argument(bad=["mean_weighted"]),
         },
@@ -504,7 +515,9 @@ ROWS = (
         own={
             "losses": Argument(None, [{}, {"a.p": AP}, {"keys": AP}, {1: AP}], [None, [AP], {"ap": type(AP)}]),
             "weights": Argument(
-                None, [{"ap": 1}, {"ap": -1, "ce": 1}, {"ap": NAN, "ce": 1}], [[1], {"ap": "1", "ce": 1}]
+                {"ap": 0.3, "ce": 1.5},
+                [{"ap": 1}, {"ap": -1, "ce": 1}, {"ap": NAN, "ce": 1}],
+                [[1], {"ap": "1", "ce": 1}],
             ),
         },
         parts=combined,
@@ -517,11 +530,13 @@ ROWS = (
         forms={"": {"warmup_steps": 1, "blend_steps": 2, "temp_start": 0.5, "temp_end": 0.1, "temp_decay_steps": 3}},
         own={
             **dict.fromkeys(("warmup_loss", "main_loss"), Argument(wrong=[type(AP), losses.smooth_ap, None])),
-            **dict.fromkeys(("warmup_epochs", "blend_epochs", "warmup_steps"), Argument(None, [-1], [1.5, True])),
-            **dict.fromkeys(("temp_start", "temp_end"), Argument(None, [0.0, -1.0, NAN, INF], ["0.1"])),
-            "temp_decay_steps": Argument(bad=[0], wrong=[1.5]),
-            "final_main_weight": Argument(bad=[0.0, 1.1, -0.5, NAN], wrong=["1"]),
-            **dict.fromkeys(("blend_steps", "reset_queue_each_epoch"), Argument()),
+            **dict.fromkeys(("warmup_epochs", "blend_epochs"), Argument(2, [-1], [1.5, True], among=OF_EPOCHS)),
+            "reset_queue_each_epoch": Argument(True, among={**OF_EPOCHS, "warmup_epochs": 0}),
+            "warmup_steps": Argument(2, [-1], [1.5, True]),
+            "blend_steps": Argument(1),
+            **dict.fromkeys(("temp_start", "temp_end"), Argument(0.3, [0.0, -1.0, NAN, INF], ["0.1"])),
+            "temp_decay_steps": Argument(2, [0], [1.5]),
+            "final_main_weight": Argument(0.7, [0.0, 1.1, -0.5, NAN], ["1"]),
         },
         together=[
             ("warmup_steps", {"warmup_steps": 5, "warmup_epochs": 1}, "5"),

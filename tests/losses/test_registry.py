@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 
 import pytest
-from loss_cases import FAMILIES, LOSSES, SHARED, Loss
+from loss_cases import FAMILIES, LOSSES, SHARED, Argument, Loss
 from torch import nn
 
 from fullrank import losses
@@ -36,9 +36,9 @@ def wrong(rows: dict[str, Loss]) -> dict[str, str]:
         known = row.arguments | row.of_function
         found |= {f"{name}.{one}": "has no entry in `own`" for one in row.arguments - SHARED.keys() - row.own.keys()}
         found |= {f"{name}.{one}": "is no argument" for one in row.own.keys() - known}
-        for one in row.arguments & (SHARED.keys() | row.own.keys()) if row.parts is None else ():
-            if (row.argument(one).other is None) != bool(row.argument(one).apart):
-                found[f"{name}.{one}"] = "expected another value, or why the processes may differ in it"
+        for one in row.arguments & (SHARED.keys() | row.own.keys()):
+            if row.argument(one).other is None and row.default(one) is not inspect.Parameter.empty:
+                found[f"{name}.{one}"] = "expected another value"
         if (row.reference is None) != ("reference" in row.left_out):
             found[f"{name}, reference"] = "expected a definition in tests/reference.py, or a reason in `left_out`"
         for family, reason in row.left_out.items():
@@ -71,6 +71,7 @@ RECALL, NDCG = LOSSES["recall"], LOSSES["ndcg"]
     [
         ("NDCGLoss", None, "has no row in tests/loss_cases.py"),
         ("ndcg.top", replace(NDCG, own={"gain": NDCG.own["gain"]}), "has no entry in `own`"),
+        ("ndcg.top", replace(NDCG, own={**NDCG.own, "top": Argument(bad=[0])}), "expected another value"),
         ("ndcg.share", replace(NDCG, own={**NDCG.own, "share": NDCG.own["gain"]}), "is no argument"),
         ("ndcg, reference", replace(NDCG, left_out={}), "expected a definition"),
         ("recall, reference", replace(RECALL, left_out={"reference": "It is compared elsewhere."}), "or a reason"),

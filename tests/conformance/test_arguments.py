@@ -1,0 +1,298 @@
+"""Every argument of every public signature has a case with another value than its default, over two uneven ranks.
+
+The values of the losses are in tests/loss_cases.py, the cases of everything else in argument_calls.py. In each case the
+values and gradients equal those of one process with all rows, and the argument makes a difference there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from argument_calls import CALLS, ROOMS
+from batches import split
+from loss_cases import IGNORED, KINDS, LOSSES, Form, Loss
+from on_ranks import on_ranks
+from subjects import LIMITS, error
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import fullrank
+
+NUM_STEPS = 3  # of a module, the second in eval mode; a function has no state
+# Arguments that make no difference in one process.
+SILENT = {"gather_distributed", "gradient_reduction", "group", "name", "num_features", "validate_args"}
+SILENT |= {f"{name}.forward(iid_mask)" for name in ("SmoothAPLoss", "RecallAtQuantileLoss", "CombinedLoss")}
+NO_CASE = {
+    "Pool": "It is made by the losses, for a formula of one's own.",
+    **dict.fromkeys(("PAUCAtBudget.plot", "RecallAtQuantile.plot"), "It draws values that compute has returned."),
+    "CombinedLoss.forward(indexes)": "It is passed on to a loss of one class, of which SmoothAPLoss has the case.",
+    "RecallAtQuantileLoss.forward(indexes)": "It is refused: a threshold is that of all rows.",
+}
+
+
+def optional(called: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments that have a default, and the defaults."""
+    parameters = inspect.signature(called).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def random_share(rows: Tensor) -> Tensor:
+    """Return a number for each row, the same for as many rows."""
+    return torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float64)
+
+
+# Values of the arguments of a call, or functions of the rows that make them.
+OF_CALLS: dict[str, Any] = {
+    "iid_mask": lambda rows: random_share(rows) < 0.7,
+    "sample_weight": lambda rows: 0.1 + random_share(rows),
+    "indexes": lambda rows: torch.arange(len(rows)) % 3,
+    "return_per_class": True,
+    "return_diagnostics": True,
+}
+
+
+class Case(NamedTuple):
+    """A loss with one argument that is not its default."""
+
+    row: Loss
+    called: Callable[..., Any]  # the class, its forward or the pure function
+    argument: str
+
+    @property
+    def name(self) -> str:
+        """The name of what is called, as in ``public``."""
+        is_forward = self.called is not self.row.module and self.called is not self.row.function
+        return f"{self.row.module.__name__}.forward" if is_forward else self.called.__name__
+
+    @property
+    def value(self) -> Any:
+        """The value of the argument, or a function that makes it: of a call from the rows, of others from nothing."""
+        return OF_CALLS.get(self.argument, self.row.argument(self.argument).other)
+
+    def settings(self, is_changed: bool) -> dict[str, Any]:
+        """Return the settings of the constructor or the function, with the other value or without it."""
+        form = self.row.first if self.argument in OF_CALLS else self.row.form_with(self.argument)
+        settings = {**form.settings, **self.row.argument(self.argument).among}
+        if is_changed and self.argument not in OF_CALLS:
+            settings[self.argument] = self.value() if callable(self.value) else self.value
+        return settings
+
+    def call(self, index: int, is_changed: bool) -> dict[str, Any]:
+        """Return the arguments of the call with the rows of all ranks in a step."""
+        settings, kind = self.settings(True), KINDS[self.row.kind]
+        columns, generator = self.columns, torch.Generator().manual_seed(index)
+        x = torch.randn(23 + 3 * index, columns, generator=generator, dtype=torch.float64)
+        highest = {"grades": 4, "embeddings": 4}.get(self.row.kind, columns)
+        targets = torch.randint(0, highest, x.shape if settings.get("multi_hot") else x.shape[:1], generator=generator)
+        if settings.get("multi_hot"):
+            targets = targets.clamp_max(1)
+        if kind.ignores:
+            targets[::6] = settings.get("ignore_index", IGNORED)
+        call = kind.make(x, targets, torch.arange(len(x)) % 4)
+        if self.argument in OF_CALLS:
+            call.pop(self.argument, None)
+            if is_changed:
+                call[self.argument] = self.value(x) if callable(self.value) else self.value
+        elif self.argument == "weighting":
+            call["sample_weight"] = OF_CALLS["sample_weight"](x)
+        return call
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of the rows."""
+        return self.settings(True).get("num_classes", max(2, KINDS[self.row.kind].columns))
+
+
+def cases_of(row: Loss) -> Iterator[Case]:
+    """Yield a case for each argument of a loss, of its forward and of its function."""
+    if row.module is None:
+        return
+    for called in filter(None, (row.module, row.module.forward, row.function)):
+        for argument in optional(called):
+            # The losses of queries have another row, which has their other arguments.
+            if argument in OF_CALLS if row.kind == "queries" else argument != "indexes" or row.kind == "grades":
+                yield Case(row, called, argument)
+
+
+def take_steps(case: Case, ranks: str, is_changed: bool = True) -> list[Tensor]:
+    """Return the loss, and the gradients of this rank's rows and of the parameters, of all steps.
+
+    ``ranks``: all ranks with "their" rows, one process with the rows of "all", or each rank with its "own" alone.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    settings, found = case.settings(is_changed), []
+    if ranks != "their":
+        for name in ("gather_distributed", "gradient_reduction", "group"):
+            settings.pop(name, None)
+    scale = size if ranks == "their" and settings.get("gradient_reduction", "mean") == "mean" else 1
+    if case.called is case.row.function:
+        loss: Any = partial(case.called, **{k: v for k, v in settings.items() if k in case.row.of_function})
+    else:
+        options = {"num_classes": max(2, KINDS[case.row.kind].columns), "queue_size": 16}
+        options |= {} if ranks == "their" else {"gather_distributed": False}
+        options = {name: value for name, value in options.items() if name not in settings}
+        loss = case.row.module(**Form(case.row, settings).given(**options)).double()
+    parameters = [*getattr(loss, "parameters", tuple)()]
+    for parameter in parameters:
+        parameter.data += 0.1  # as after some steps, which may have led beyond the largest scale
+    for index in range(1 if case.called is case.row.function else NUM_STEPS):
+        call = case.call(index, is_changed)
+        count = len(next(iter(call.values())))
+        counts = split(count, size, index)
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        cut = slice(None) if ranks == "all" else own
+        call = {name: rows[cut].clone() if isinstance(rows, Tensor) else rows for name, rows in call.items()}
+        names = {"logits", "inputs", "embeddings", "queries", "keys"} & call.keys()
+        leaves = [call[name].requires_grad_() for name in sorted(names)]
+        if hasattr(loss, "on_train_batch_start"):
+            loss.on_train_epoch_start(index)
+            loss.on_train_batch_start(index)
+        if case.called is not case.row.function:
+            loss.train(index != 1)
+        elif ranks == "their":
+            tensors = [name for name, rows in call.items() if isinstance(rows, Tensor)]
+            call |= zip(tensors, fullrank.gather_rows(*(call[name] for name in tensors)))
+        outputs = [part.reshape(-1) for part in tree_leaves(loss(**call)) if part.is_floating_point()]
+        value = torch.cat(outputs).nan_to_num()
+        value = value @ torch.linspace(0.5, 2, len(value), dtype=value.dtype)
+        slopes = torch.autograd.grad(value, [*leaves, *parameters], allow_unused=True, materialize_grads=True)
+        of_rows, others = slopes[: len(leaves)], slopes[len(leaves) :]
+        for slope in others if ranks == "their" else ():
+            dist.all_reduce(slope)
+        found += [value.detach(), *(slope[own if ranks == "all" else slice(None)] / scale for slope in of_rows)]
+        found += [slope / scale for slope in others]
+    return found
+
+
+def differs(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest error; infinity if there are not as many numbers, as of a parameter that is learned."""
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return math.inf
+    return max(map(error, found, expected))
+
+
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.module is not None])
+@on_ranks()
+def test_arguments_of_losses(rank: int, name: str) -> None:
+    wrong, row = [], LOSSES[name]
+    for case in cases_of(row):
+        try:
+            found, expected = take_steps(case, "their"), take_steps(case, "all")
+        except Exception as raised:
+            raise AssertionError(f"{case.name}({case.argument})") from raised
+        if not differs(found, expected) <= LIMITS["float64"]:
+            wrong.append(f"{case.name}({case.argument}) over ranks: {differs(found, expected)}")
+        if rank == 0 and not SILENT & {case.argument, f"{case.name}({case.argument})"}:
+            try:
+                usual = take_steps(case, "all", is_changed=False)
+            except (ValueError, TypeError):
+                continue  # the rows are right with the other value alone
+            if not differs(usual, expected) > 1e-6:
+                wrong.append(f"{case.name}({case.argument}) has no effect")
+    assert not wrong, wrong
+    # The control: each rank alone, whose gradient is another one.
+    first = next(cases_of(row))
+    assert differs(take_steps(first, "own"), take_steps(first, "all")) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted({call.name.partition(".")[0] for call in CALLS}))
+@on_ranks()
+def test_arguments_of_calls(rank: int, name: str) -> None:
+    wrong = []
+    for call in CALLS:
+        if call.name.partition(".")[0] == name:
+            try:
+                pairs = call.run()
+            except Exception as raised:
+                raise AssertionError(call) from raised
+            errors = [error(*(torch.as_tensor(one).double() for one in pair)) for pair in pairs]
+            wrong += [] if max(errors) <= LIMITS["float64"] else [(call.name, call.given, errors)]
+    assert not wrong, wrong
+
+
+# The walk over the public signatures
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Return what is public: functions, classes that are no base of another, their methods with optional arguments.
+
+    Tuples are results, and exceptions are raised: neither is called.
+    """
+    values = {name: getattr(room, name) for room in ROOMS for name in room.__all__}
+    classes = {name: value for name, value in values.items() if inspect.isclass(value)}
+    bases = {base for value in classes.values() for base in value.__mro__[1:]}
+    found = {name: value for name, value in values.items() if inspect.isfunction(value)}
+    for name, value in classes.items():
+        if value in bases or issubclass(value, (tuple, BaseException)):
+            continue
+        found[name] = value
+        methods = {method: inspect.getattr_static(value, method) for method in dir(value) if method[0] != "_"}
+        for method, called in methods.items():
+            if inspect.isfunction(called) and called.__module__.startswith("fullrank") and optional(called):
+                found[f"{name}.{method}"] = called
+    return found
+
+
+Given = tuple[str, str, Any]  # what is called, an argument and its value
+CASES = [case for row in LOSSES.values() for case in cases_of(row)]
+GIVEN: list[Given] = [(case.name, case.argument, case.value) for case in CASES]
+# Where the default is the other value, since the form has another.
+GIVEN += [(case.name, case.argument, case.settings(False).get(case.argument)) for case in CASES]
+GIVEN += [(call.name, name, value) for call in CALLS for name, value in [*call.given.items(), ("", None)]]
+
+
+def lacking(called: dict[str, Callable[..., Any]], given: list[Given]) -> dict[str, str]:
+    """Return what has no case, and what is excused without need, by name."""
+    found, excused = {}, {*NO_CASE}
+    for name, value in called.items():
+        if name in NO_CASE:
+            excused.discard(name)
+        elif not any(owner == name or owner.startswith(f"{name}.") for owner, *_ in given):
+            found[name] = "expected a row in tests/loss_cases.py, or in CALLS of argument_calls.py"
+        for argument, default in optional(value).items() if name not in NO_CASE else ():
+            values = [one for owner, of, one in given if (owner, of) == (name, argument)]
+            if any(isinstance(one, Tensor) or one != default for one in values):
+                continue
+            if f"{name}({argument})" in NO_CASE:
+                excused.discard(f"{name}({argument})")
+            else:
+                where = "`other` in tests/loss_cases.py, or a row of CALLS in argument_calls.py"
+                found[f"{name}({argument})"] = f"expected a case with another value than {default!r}: {where}"
+    return found | dict.fromkeys(excused, "expected a reason in NO_CASE for what is public and has no case alone")
+
+
+def test_every_argument_of_every_public_signature_has_a_case() -> None:
+    assert lacking(public(), GIVEN) == {}
+
+
+def new_verb(model: object, *, share: float = 0.5) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("called", "given", "expected"),
+    [
+        (
+            {"clip_grad_norm_": fullrank.clip_grad_norm_},
+            [("clip_grad_norm_", "foreach", None)],
+            "clip_grad_norm_(foreach)",
+        ),
+        ({"new_verb": new_verb}, [("new_verb", "model", 3)], "new_verb(share)"),
+        ({"new_verb": new_verb}, [], "new_verb"),
+    ],
+)
+def test_control_what_has_no_case_is_named(
+    called: dict[str, Callable[..., Any]], given: list[Given], expected: str
+) -> None:
+    others = [one for one in GIVEN if (one[0], one[1]) != (given[0][:2] if given else ("", ""))]
+    found = lacking(public() | called, [*others, *given])
+    assert expected in found
+    assert all("expected a " in text for text in found.values())
+    assert {name.partition("(")[0] for name in found} == {expected.partition("(")[0]}
