@@ -328,14 +328,19 @@ def values_of(
     return [*zip(read(spread), read(whole))]
 
 
-def samples(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+def samples(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     """The rows of each step, in any order: those of one process with as many rows in a batch as all ranks."""
-    targets, size, alone = (torch.arange(60) % 7 == 0).long(), dist.get_world_size(), dist.new_subgroups(1)[0]
-    spread = torch.tensor([*call(targets, 4, 1)])
+    size, alone, rows = dist.get_world_size(), dist.new_subgroups(1)[0], torch.arange(60) % 7
+
+    def arguments(world_size: int) -> tuple[Any, ...]:
+        if kind == "MPerClassSampler":
+            return rows, 2, 4 * world_size
+        return (rows == 0).long(), 4 * world_size, world_size
+
+    spread = torch.tensor([*call(*arguments(1))])
     steps: list[Tensor] = [torch.empty_like(spread) for _ in range(size)]
     dist.all_gather(steps, spread)
-    whole = find("BalancedBatchSampler")(targets, 4 * size, size, **{**given, "group": alone})
-    expected = torch.tensor([*whole])
+    expected = torch.tensor([*find(kind)(*arguments(size), **{**given, "group": alone})])
     return [(torch.cat(steps, dim=1).sort(dim=1).values, expected.sort(dim=1).values)]
 
 
@@ -442,8 +447,12 @@ CALLS: list[Call] = [
     Call("MemoryQueue.enqueue", {"sample_weight": share, "iid_mask": lambda rows: rows[:, 0] > 0}, queues),
     Call("MemoryQueue.enqueue", {"num_stored": lambda rows: len(rows) - len(rows[::5])}, queues),
     Call("MemoryQueue.assert_synchronized", {"group": WORLD}, synchronized),
-    *(Call("BalancedBatchSampler", {name: value}, samples) for name, value in (("num_batches", 3), ("seed", 5))),
-    Call("BalancedBatchSampler", {"group": WORLD, "num_batches": 2}, samples),
+    *(
+        Call(kind, given, partial(samples, kind))
+        for kind in ("BalancedBatchSampler", "MPerClassSampler")
+        for given in ({"num_batches": 3}, {"seed": 5}, {"group": WORLD, "num_batches": 2})
+    ),
+    Call("MPerClassSampler", {"ignore_index": 3}, partial(samples, "MPerClassSampler")),
     Call("until_all_end", {"group": WORLD, "empty": torch.full((1, 1), 0.25)}, ends_together),
     Call("ShardedLoss.forward", {"iid_mask": lambda rows: rows[:, 0] < 0.8}, shards),
     Call("ShardedLoss.forward", {"sample_weight": share, "return_per_class": True}, shards),
