@@ -217,6 +217,29 @@ def control(site: Site) -> str:
     return f"a gather without gradient gives {ratio:.3f} of it"
 
 
+def past_wrapper(site: Site) -> str:
+    """Check that a network called past DDP has another gradient on each rank, which the checks must detect."""
+    if site.world_size == 1:
+        raise NeedsRanks("one process has no gradient to reduce: start with torchrun")
+    loss, form = SmoothAPLoss(CLASSES, temperature=0.5).to(site.device), _FORMS[0]
+    model = nn.Linear(_FEATURES, CLASSES).to(site.device, site.dtype)
+    with torch.no_grad():
+        model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
+        model.bias.zero_()
+    spread, own = site.wrap(model), slice(8 * site.rank, 8 * site.rank + 8)
+    inputs = site.draw(7, 8 * site.world_size, _FEATURES)[own]
+    targets = torch.arange(8, device=site.device) % CLASSES
+    _, right = _value_and_gradient(spread, loss, form, inputs, targets)
+    _, past = _value_and_gradient(model, loss, form, inputs, targets)
+    summed = past.clone()
+    dist.all_reduce(summed)
+    gap = float((summed / site.world_size - right).norm() / right.norm())
+    _demand(gap <= site.tolerance, f"the mean of the gradients is off by {gap:.1e}, more than {site.tolerance:.0e}")
+    least = min(site.gather(float((past - right).norm() / right.norm())))
+    _demand(least > 0.01, f"{least:.1e} of the gradient is missing, expected a part that is seen")
+    return f"a network called past DDP is off by at least {least:.2f}"
+
+
 def agreement(site: Site) -> str:
     """Check that every rank raises when the last one fails, and that the next step is not affected."""
     loss, twin = (SmoothAPLoss(1, queue_size=QUEUE).to(site.device) for _ in range(2))

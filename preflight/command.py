@@ -20,6 +20,7 @@ CHECKS: dict[str, Callable[[Site], str]] = {
     "gather, different losses": checks.reduce_scatter,
     **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
     "control": checks.control,
+    "control, past DDP": checks.past_wrapper,
     "agreement": checks.agreement,
     "latency": speed.latency,
     "bandwidth": speed.bandwidth,

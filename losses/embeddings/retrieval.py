@@ -168,6 +168,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             self._last_temperature = temperature
             if self.validate_args and self.training and self._hints.count_call():
                 self._hints.observe_valid(valid, NO_RANKING)
+                if group is not None:
+                    self._hints.observe_ranks(group.size(), rows)
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
         return loss if group is None else note_kind(loss, over_ranks=True)

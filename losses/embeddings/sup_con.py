@@ -118,10 +118,13 @@ class SupConLoss(ContrastiveLoss):
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
-                live, targets, weight = gather_after(call, group, agreed)
+                live, targets, weight = gathered = gather_after(call, group, agreed)
                 live = self._comparable(live)
+        is_observed = self.validate_args and self.training and self._hints.count_call()
+        if is_observed and group is not None:
+            self._hints.observe_ranks(group.size(), gathered)
         needs_grad = torch.is_grad_enabled() and rows.requires_grad
-        local = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad)
+        local = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad, is_observed)
         loss = self._sum_over_ranks(local, [rows], agreed, exchange)
         if self._enqueues:
             self.queue.enqueue(live, targets)
@@ -132,14 +135,21 @@ class SupConLoss(ContrastiveLoss):
 
     @torch.no_grad()
     def _local_loss(
-        self, rows: Tensor, live: Tensor, targets: Tensor, weight: Tensor | None, first: int, needs_grad: bool
+        self,
+        rows: Tensor,
+        live: Tensor,
+        targets: Tensor,
+        weight: Tensor | None,
+        first: int,
+        needs_grad: bool,
+        is_observed: bool,
     ) -> LocalLoss:
         """Return this rank's terms of the loss; ``rows`` begin at ``first`` of the ``live`` rows of all ranks."""
         candidates, labels = self._with_queue(live, targets)
         _, label, count = labels.unique(return_inverse=True, return_counts=True)
         groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
         has_pair = count[label[: len(live)]] > 1
-        if self.validate_args and self.training and self._hints.count_call():
+        if is_observed:
             self._hints.observe_valid(has_pair, NO_PAIR)
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)

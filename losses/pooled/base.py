@@ -217,6 +217,9 @@ class RankingLoss(HoldsQueue):
         is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
+        group = self._resolve_group() if is_observed else None
+        if group is not None:
+            self._hints.observe_ranks(group.size(), live.tensors)
         if is_observed and of_queries:
             self._hints.observe_valid(per_class.valid, NO_QUERY)
         elif is_observed:

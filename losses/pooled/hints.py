@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -130,6 +130,31 @@ class Hints:
         if self._empty_calls == _EMPTY_CALLS:
             self._warn_once("empty", f"{empty.what} in {_EMPTY_CALLS} calls in a row, so the loss was 0. {empty.fix}")
 
+    def observe_ranks(self, num_ranks: int, tensors: Sequence[Tensor | None]) -> None:
+        """Look whether all ranks passed the same rows: ``tensors`` have those of all ranks, in rank order.
+
+        Rows that are all equal within a rank tell nothing, such as the scores of a network whose last layer is 0.
+        """
+        rows = [tensor.detach() for tensor in tensors if tensor is not None]
+        count = rows[0].shape[0] // num_ranks
+        if not self._looks_for_all or "copies" in self._warned or rows[0].shape[0] != count * num_ranks or count < 2:
+            return
+        are_copies = (rows[0][:count] != rows[0][:1]).any()
+        for tensor in rows:
+            of_ranks = tensor.reshape(num_ranks, count, -1)
+            are_copies = are_copies & (of_ranks == of_ranks[:1]).all()
+        self._read(are_copies[None], lambda found: self._warn_of_copies(bool(found[0]), num_ranks))
+
+    def _warn_of_copies(self, are_copies: bool, num_ranks: int) -> None:
+        if are_copies:
+            self._warn_once(
+                "copies",
+                f"all {num_ranks} ranks passed the same rows, so each row counts {num_ranks} times, against its copies "
+                "too. Give each rank rows of its own, such as with torch.utils.data.DistributedSampler. If the rows "
+                "were gathered before, pass those of this rank, or set gather_distributed=False. Ranks that hold the "
+                "same rows on purpose, as with tensor parallelism, need group=.",
+            )
+
     def _check_range(self, ends: list[float]) -> None:
         low, high = ends
         if low >= 0 and high <= 1 and high - low > _WIDE:
@@ -200,7 +225,7 @@ def accumulation_hint(argument: str, how: str) -> str:
 def _accelerate_accumulates() -> bool:
     """Return True between optimizer steps of Accelerate, or of a Trainer, which uses it."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    return getattr(state, "_shared_state", {}).get("sync_gradients") is False
+    return state is not None and state().sync_gradients is False  # all its objects are one
 
 
 class Copy(NamedTuple):

@@ -144,6 +144,8 @@ class NDCGLoss(CurrentTemperature):
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call(per_query=indexes is not None):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
+            if group is not None:
+                self._hints.observe_ranks(group.size(), rows)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

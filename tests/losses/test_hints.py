@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor
 
@@ -156,7 +157,7 @@ def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
     for shift, number in ((rank * ROWS, 1), (0, 0)):
         differing = [(column + rank) % 2 for column in alone[:-1]]  # targets or relevances
         of_row = [*differing, alone[-1] + shift]
-        texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(step, 3))
+        texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(100 * step + rank, 3))
         assert len(texts) == number
         assert all(fix in text for text in texts)
 
@@ -174,15 +175,47 @@ POOLED = {
 
 
 @pytest.mark.parametrize(("make", "of_row", "is_fine"), POOLED.values(), ids=POOLED)
-@pytest.mark.parametrize("state", [{}, {"sync_gradients": True}, {"sync_gradients": False}], ids=str)
-def test_micro_batches_of_accelerate_warn_once(monkeypatch, make, of_row, is_fine, state):
-    stub = SimpleNamespace(GradientState=SimpleNamespace(_shared_state=state))
+@pytest.mark.parametrize("is_last", [True, False])
+def test_micro_batches_of_accelerate_warn_once(monkeypatch, make, of_row, is_fine, is_last):
+    stub = SimpleNamespace(GradientState=lambda: SimpleNamespace(sync_gradients=is_last))
     monkeypatch.setitem(sys.modules, "accelerate.state", stub)
     texts = texts_of(call_of(make(), of_row), 20, lambda step: draw(step, 3))
-    assert len(texts) == (state == {"sync_gradients": False} and not is_fine)
+    assert len(texts) == (not is_last and not is_fine)
     assert all("use fullrank.pooled_backward for the micro-batches of a step" in text for text in texts)
     quiet = make(validate_args=False)
     assert texts_of(call_of(quiet, of_row), 20, lambda step: draw(step, 3)) == []
+
+
+@pytest.mark.parametrize("kind", POOLED)
+@on_ranks()
+def test_rows_that_all_ranks_share_warn_once(rank, kind):
+    """Also rows that torch has gathered; not rows of the ranks' own, equal rows, or with other targets."""
+    make, of_row, _ = POOLED[kind]
+    world_size = dist.get_world_size()
+
+    def gathered(step):
+        own = draw(100 * step + rank, 3).detach()
+        parts = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(parts, own)
+        parts[rank] = own
+        return torch.cat(parts).requires_grad_()
+
+    gathered_columns = [column.repeat(world_size, *[1] * (column.ndim - 1)) for column in of_row]
+    other = [column.roll(rank, 0) for column in of_row]
+    own = other if kind == "InfoNCE" else of_row  # keys are rows too
+    cases = [
+        (1, of_row, lambda step: draw(step, 3)),
+        (1, gathered_columns, gathered),
+        (0, own, lambda step: draw(100 * step + rank, 3)),
+        (0, own, lambda step: (draw(step, 3) * 0 + 0.1).detach().requires_grad_()),
+        (0, other, lambda step: draw(step, 3)),
+    ]
+    for number, columns, make_scores in cases:
+        # A score that is 0 everywhere is a hint of its own, and so is a pool without a positive.
+        texts = [text for text in texts_of(call_of(make(), columns), 9, make_scores) if "the same rows" in text]
+        assert len(texts) == number, (number, texts)
+        assert all(f"each row counts {world_size} times" in text for text in texts)
+    assert texts_of(call_of(make(validate_args=False), of_row), 3, lambda step: draw(step, 3)) == []
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
