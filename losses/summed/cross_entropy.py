@@ -67,9 +67,9 @@ class CrossEntropyLoss(TorchLikeLoss):
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 
     Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
-    number of elements. There are five differences. Without a valid element torch gives NaN. Ignored elements may have
+    number of elements. There are six differences. Without a valid element torch gives NaN. Ignored elements may have
     NaN for logits. Half precision is returned in float32. Class indices may be floats that are whole numbers. Inputs
-    (N, 1), whose loss is always 0, and inputs (C,) raise.
+    (N, 1), whose loss is always 0, and inputs (C,) raise. So do weights that are negative or not finite.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
