@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _MAX_LENGTH = 200  # characters of a value that a message quotes
+_LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of float32
 
 # A warning points at the caller, the first line outside of these packages.
 _CALLED_PACKAGES = (__name__.partition(".")[0], "torch", "torchmetrics")
@@ -121,6 +122,22 @@ def check_positive(name: str, value: float) -> float:
     if not 0 < value < math.inf:  # not math.isfinite, which torch.compile does not trace
         raise ValueError(expected(name, "a finite number > 0", value))
     return value
+
+
+def check_temperature(temperature: float | None, automatic: bool = False, *, name: str = "temperature") -> float | None:
+    """Return ``temperature`` unchanged. Raise unless it is a finite number > 0, or None and ``automatic``.
+
+    It must be a normal number of float32: the inverse of a smaller one may be infinite, and the gradient NaN.
+    """
+    if temperature is None:
+        if automatic:
+            return None
+        fix = "This loss has no automatic temperature: pass a number > 0."
+        raise TypeError(expected(name, "a number", temperature, fix))
+    if check_positive(name, temperature) < _LEAST_TEMPERATURE:
+        fix = "Scale the scores up instead."
+        raise ValueError(expected(name, f"a number >= {_LEAST_TEMPERATURE:.2g}", temperature, fix))
+    return temperature
 
 
 def check_amount(name: str, value: float) -> float:

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import zlib
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -11,9 +13,27 @@ from setuptools.command.build_py import build_py
 # processors with and without fused multiplication would round differently. MSVC gets its default flags.
 FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 
+RECORD = ".record"
+
 
 class BuildLibrary(build_ext):
-    """Builds a library for ``ctypes``, not a module: its name must not look like one."""
+    """Builds a library for ``ctypes``, not a module: its name must not look like one.
+
+    A record next to the library has its size and the checksum of its sources, which kernels/native compares.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        super().build_extension(ext)
+        library = Path(self.get_ext_fullpath(ext.name))
+        checksum = zlib.crc32(b"".join(Path(name).read_bytes() for name in sorted([*ext.sources, *ext.depends])))
+        library.with_suffix(RECORD).write_text(f"{library.stat().st_size} {checksum}\n", "ascii")
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            record = Path(self.build_lib, self.get_ext_filename(ext.name)).with_suffix(RECORD)
+            if record.exists():
+                self.copy_file(str(record), str(Path(self.get_ext_fullpath(ext.name)).with_suffix(RECORD)))
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".library"
@@ -35,12 +55,9 @@ library = Extension(
     depends=["kernels/native/bins.inc", "kernels/native/pairs.inc"],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     export_symbols=[
-        "fullrank_abi",
-        *(
-            f"{name}_float{bits}"
-            for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate", "rates")
-            for bits in (32, 64)
-        ),
+        f"{name}_float{bits}"
+        for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate", "rates")
+        for bits in (32, 64)
     ],
     optional=True,  # without a compiler torch computes the same
 )

@@ -15,6 +15,7 @@ func_transforms_are_active: Callable[[], bool]
 func_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _num_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched_gradient = getattr(_functorch, "is_legacy_batchedtensor", lambda tensor: False)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -28,21 +29,24 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
-def are_numbers_in_memory(*tensors: Tensor) -> bool:
-    """Return True for ordinary tensors in the memory of the host, if nothing traces operations on them.
+def is_followed() -> bool:
+    """Return True where something traces the operations on tensors, so that what C does would be missing there.
 
     The compiler, transforms, forward-mode tangents, tracing, and modes such as that of fake tensors do.
     """
     if torch.compiler.is_compiling() or func_transforms_are_active() or forward_ad._current_level >= 0:
+        return True
+    return bool(_num_modes() or torch._C._get_tracing_state() is not None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return True if the numbers of ``tensor``, which are real, are in the memory of the host as they are.
+
+    Those of subclasses, other layouts, negated views and zeros without memory are not.
+    """
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return False
-    if _num_modes() or torch._C._get_tracing_state() is not None:
-        return False
-    for tensor in tensors:
-        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return False
-        if tensor.is_neg() or tensor._is_zerotensor():
-            return False
-    return True
+    return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 def may_overwrite(saved: Tensor, grad: Tensor) -> bool:

@@ -106,6 +106,7 @@ def check_batch(
     validate_args = validate_args and has_values(logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
+    logits = _in_memory(logits)
     if logits.ndim == 1 and rule.num_classes == 1:
         logits = logits[:, None]  # a view: the gradient has the shape of the input
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
@@ -135,6 +136,13 @@ def check_batch(
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
     known = complete, num_positive, num_stored
     return Batch(logits, targets, iid_mask, sample_weight, indexes, *known, rule=rule)
+
+
+def _in_memory(numbers: Tensor) -> Tensor:
+    """Return a copy of a negated view, and of zeros without memory, which neither numpy nor C reads."""
+    if not torch.compiler.is_compiling() and (numbers.is_neg() or numbers._is_zerotensor()):
+        return numbers.clone()
+    return numbers
 
 
 @functools.cache
@@ -279,7 +287,7 @@ def weight_and_check(
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
-    sample_weight = sample_weight.detach()
+    sample_weight = _in_memory(sample_weight.detach())
     sample_weight = sample_weight.to(torch.promote_types(sample_weight.dtype, dtype))
     if not (validate_args and has_values(sample_weight) and sample_weight.numel()):
         return sample_weight, None

@@ -304,9 +304,8 @@ def judge(mutant: Mutant | None, record: Record, names: list[list[str]], folder:
         if is_control or name == mutant.path:
             text = apply(-1 if is_control else mutant.number, text)
         target.write_text(text, "utf-8")
-    library = Path("kernels/native/sums.library")
-    if (ROOT / library).exists():
-        shutil.copy(ROOT / library, package / "fullrank" / library)
+    for library in (ROOT / "kernels/native").glob("sums.[lr]*"):  # and its record
+        shutil.copy(library, package / "fullrank/kernels/native")
     context = process_context(*COSTLY, preloaded=[name for name in PRELOADED if name != "fullrank"])
     for part in filter(None, names):
         process = context.Process(target=run_chosen, args=(str(package), part, folder / "output"))

@@ -3,6 +3,8 @@
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
 compare :data:`KERNELS`. They depend neither on the number of threads nor on the vector instructions of the processor.
+
+C reads memory as it is told. Every tensor passes :func:`_address` on its way there, and C checks sizes and numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,27 +22,36 @@ import numpy
 import torch
 from torch import Tensor
 
+from ...errors import Words, expected, warn
+from ..torch_private import is_plain
+
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # Rows from which threads pay: those of torch keep their cores busy for milliseconds after an operation.
 _MANY_ROWS = 4_000_000
-_ABI = 8  # as in sums.c, which counts changes of its arguments
 
 _POINTER, _NUMBER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_RESULTS: dict[str, Any] = {"smooth_ap": _NUMBER, "smooth_ap_of_rows": _NUMBER, "rates": _DOUBLE}
 _REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+_CHOICES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 
 
 def _load() -> dict[torch.dtype, dict[str, Any]]:
-    """Return the functions of the library by dtype and name; none where it cannot be used."""
-    path = Path(__file__).with_name("sums.library")
-    if os.environ.get("FULLRANK_NATIVE") == "0" or not path.exists():
+    """Return the functions of the library by dtype and name; none where it cannot be used, with a warning.
+
+    Without a library there is no warning: there may be no compiler.
+    """
+    choice, path = os.environ.get("FULLRANK_NATIVE", "1"), Path(__file__).with_name("sums.library")
+    if choice.lower() not in _CHOICES:
+        raise ValueError(expected("FULLRANK_NATIVE", "0, 1, true, false, on or off", choice))
+    if not (_CHOICES[choice.lower()] and path.exists()):
         return {}
+    reason = _difference_from_record(path)
     try:
-        library = ctypes.CDLL(str(path))
-        is_current = library.fullrank_abi() == _ABI
-    except (OSError, AttributeError):
-        is_current = False
-    if not is_current:  # built for another machine, or from other sources, as after a pull without an installation
+        library = None if reason else ctypes.CDLL(str(path))
+    except OSError as error:  # built for another machine
+        library, reason = None, str(error)
+    if library is None:
+        fix = "Until it is built again, by installing fullrank again, torch computes the same, more slowly."
+        warn(expected("kernels/native/sums.library", "what setup.py built from these sources", Words(reason), fix))
         return {}
     functions: dict[torch.dtype, dict[str, Any]] = {}
     for dtype, real in _REALS.items():
@@ -49,22 +61,62 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
             "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 4],
-            "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _DOUBLE, *[_POINTER] * 3],
+            "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER, _DOUBLE, *[_POINTER] * 4],
         }
         functions[dtype] = {name: getattr(library, f"{name}_{str(dtype)[6:]}") for name in arguments}
         for name, function in functions[dtype].items():
-            function.argtypes = arguments[name]
-            function.restype = _RESULTS.get(name)
+            function.argtypes, function.restype = arguments[name], _NUMBER
     return functions
+
+
+def _difference_from_record(path: Path) -> str:
+    """Return how the library differs from the record that setup.py wrote next to it; "" if it does not.
+
+    The system would load a truncated library, and end the process when it reads what is not there.
+    """
+    try:
+        size, checksum = map(int, path.with_suffix(".record").read_text("ascii").split())
+    except (OSError, ValueError):
+        return "one without a record of its size and its sources"
+    if path.stat().st_size != size:
+        return f"{path.stat().st_size} of {size} bytes"
+    sources = sorted([*path.parent.glob("*.c"), *path.parent.glob("*.inc")])  # not in a wheel
+    if sources and zlib.crc32(b"".join(source.read_bytes() for source in sources)) != checksum:
+        return "one of other sources"
+    return ""
 
 
 FUNCTIONS = _load()
 KERNELS = "native" if FUNCTIONS else "torch"
 
 
-def is_usable(scores: Tensor) -> bool:
-    """Return whether the library has functions for the device and the dtype of ``scores``."""
-    return scores.is_cpu and scores.dtype in FUNCTIONS
+def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
+    """Return whether the library has functions for the dtype of ``scores``, and all tensors are where C reads them."""
+    return scores.dtype in FUNCTIONS and all(tensor is None or is_plain(tensor) for tensor in (scores, *others))
+
+
+def _address(tensor: Tensor | None, dtype: torch.dtype, *shapes: tuple[int, ...]) -> int | None:
+    """Return the address of ``tensor``, or None for None. The gate to C: only results made for a call go round it.
+
+    Raises:
+        _Refused: unless these are numbers of ``dtype`` in one of the ``shapes``, not empty, in the memory of the host,
+            one after the other as torch shows them: not those of a negated view, nor the zeros that have no memory.
+    """
+    if tensor is None:
+        return None
+    address = 0
+    if tensor.dtype is dtype and tensor.shape in shapes and is_plain(tensor) and tensor.is_contiguous():
+        address = tensor.data_ptr()  # 0 if the storage was freed
+    if not address:
+        raise _Refused("a tensor for C", f"{dtype} of a shape in {shapes} in plain memory", tensor)
+    return address
+
+
+class _Refused(ValueError):
+    """What does not pass the gate: torch computes in place of C, or the caller is wrong."""
+
+    def __str__(self) -> str:
+        return expected(*self.args)  # later than at the raise, of which a step may have one
 
 
 def smooth_ap(
@@ -78,11 +130,11 @@ def smooth_ap(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None.
 
-    None stands for what the library does not compute: scores that are not finite, and a temperature below 1e-30.
+    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses.
     """
     if not is_usable(scores) or scores.numel() == 0:
         return None
-    num_classes, num_rows = scores.shape
+    num_classes, num_rows = shape = scores.shape
     original = scores.detach()
     scores, positive = original.contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
@@ -93,12 +145,17 @@ def smooth_ap(
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    stride = 0 if weight is None or weight.ndim == 1 else num_rows
-    masks = positive.data_ptr(), _address(member)
-    pool = scores.data_ptr(), *masks, *map(_address, weights), stride, num_classes, num_rows
+    # Both with the same stride, so of the same shape.
+    of_weights = shape if any(given is not None and given.ndim == 2 for given in weights) else shape[1:]
     out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
-    is_computed = FUNCTIONS[scores.dtype]["smooth_ap"](*pool, temperature, *out)
-    if not is_computed:
+    try:
+        masks = _address(positive, torch.bool, shape), _address(member, torch.bool, shape)
+        addresses = [_address(given, scores.dtype, of_weights) for given in weights]
+        pool = _address(scores, scores.dtype, shape), *masks, *addresses
+    except _Refused:
+        return None
+    stride = num_rows if of_weights is shape else 0
+    if not FUNCTIONS[scores.dtype]["smooth_ap"](*pool, stride, num_classes, num_rows, temperature, *out):
         return None
     if with_grad and not original.is_contiguous():  # the compiler relies on the strides of the scores
         gradient = torch.empty_like(original).copy_(gradient)
@@ -118,26 +175,30 @@ def smooth_ap_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
     """Return the loss of each class (C,), 0 where not valid; validity (C,); gradient (M, C); the temperature.
 
-    None for rows that are not ordinary: see sums.c.
+    None for rows that are not ordinary, see sums.c, and for tensors that the gate refuses.
 
     Args:
-        scores: (M, C) on the host, contiguous, usable, not empty.
-        targets: (M,) int64 on the host, contiguous: class indices, or 0 and 1 for one class.
-        weight: (M,) in the dtype of the scores, contiguous, of the positives in the mean; None for 1.
+        scores: (M, C), of a dtype that the library has functions for.
+        targets: (M,) int64: class indices, or 0 and 1 for one class.
+        weight: (M,) in the dtype of the scores, of the positives in the mean; None for 1.
         key_weight: the same, of the rows where they are compared.
         ignore_index: the target of rows to leave out.
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         most: pairs of a positive and a row up to which C computes the loss.
     """
-    num_rows, num_classes = scores.shape
+    num_rows, num_classes = shape = scores.shape
+    try:
+        pool = _address(scores, scores.dtype, shape), _address(targets, torch.int64, (num_rows,))
+        weights = [_address(given, scores.dtype, (num_rows,)) for given in (weight, key_weight)]
+    except _Refused:
+        return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
-    pointers = scores.data_ptr(), targets.data_ptr(), _address(weight), _address(key_weight)
-    rows = *pointers, num_rows, num_classes, ignore_index
     out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
-    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*rows, ctypes.byref(width), scale, most, *out)
+    numbers = num_rows, num_classes, ignore_index, ctypes.byref(width), scale, most
+    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*pool, *weights, *numbers, *out)
     return (loss, valid, gradient, width.value) if is_computed else None
 
 
@@ -164,14 +225,14 @@ def moments(
             for one.
         weight: (M,) or (C, M) in the dtype of the scores, factors of the rows; None for 1.
     """
-    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["moments"], scores.shape
-    rows, groups = _as_rows(scores, member, positive, weight), 1 if positive is None else 2
+    (num_classes, num_rows), groups = scores.shape, 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
+    function = _of_parts("moments", scores, (member, positive), weight)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        numbers = stop - start, scale, float(first[c]), num_bins, p
-        function(*_addresses(rows, c, start), *numbers, tables[part].data_ptr())
+        table = _address(tables[part], torch.float64, tables.shape[1:])
+        function(c, start, stop, scale, float(first[c]), num_bins, p, table)
 
     _in_parts(run, num_classes, num_rows, lanes)
     sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
@@ -199,20 +260,18 @@ def evaluate(
         weight: as in :func:`moments`, factors of the values. With ``of_positives`` it requires ``terms``.
         terms: those of :func:`rates`, which are added for the rows that are ``positive``.
     """
-    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["evaluate"], scores.shape
-    rows = _as_rows(scores, member, positive, weight)
+    (num_classes, num_rows), dtype, lanes = scores.shape, scores.dtype, _lanes_of(scores)
     tables = coefficients.permute(1, 2, 0).contiguous()
     exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
-    num_bins, p = tables.shape[1] - 1, tables.shape[2]
-    lanes = _lanes_of(scores)
+    size, p = shape = tables.shape[1:]
+    function = _of_parts("evaluate", scores, (member, positive), weight)
     places = None if positive is None or terms is None else _first_terms(positive, lanes)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        numbers = stop - start, scale, float(first[c]), num_bins, p
-        of_class = None if exact is None else exact[c].data_ptr()
-        own_terms = None if terms is None or places is None else terms[places[part] :].data_ptr()
-        ends = tables[c].data_ptr(), of_class, own_terms, out[c, start:].data_ptr()
-        function(*_addresses(rows, c, start), *numbers, *ends)
+        of_positives = None if exact is None else exact[c]
+        of_class = _address(tables[c], dtype, shape), _address(of_positives, torch.float64, shape)
+        out_of_part = _address_of_terms(terms, places, part), _address(out[c, start:stop], dtype, (stop - start,))
+        function(c, start, stop, scale, float(first[c]), size - 1, p, *of_class, *out_of_part)
 
     _in_parts(run, num_classes, num_rows, lanes)
 
@@ -230,35 +289,28 @@ def rates(
         scores: (C, M), finite, usable, and ``positive``, ``weight``, ``scale``, ``first`` as in :func:`moments`.
         factor: (C,) the share of a positive in the mean, divided by its weight.
     """
-    function, (num_classes, num_rows) = FUNCTIONS[scores.dtype]["rates"], scores.shape
-    (p, columns, _, size), lanes = tables.shape, _lanes_of(scores)
-    rows = _as_rows(scores, positive, weight)
+    (num_classes, num_rows), lanes = scores.shape, _lanes_of(scores)
+    (p, _, _, size), with_grad = tables.shape, tables.shape[1] == 4
     tables = tables.permute(2, 3, 0, 1).contiguous()
+    function, places = _of_parts("rates", scores, (positive,), weight), _first_terms(positive, lanes)
     losses = scores.new_zeros(num_classes * lanes, dtype=torch.float64)
-    with_grad, places = columns == 4, _first_terms(positive, lanes)
     sums = scores.new_zeros(num_classes * lanes if with_grad else 0, size, p, 2, dtype=torch.float64)
     terms = scores.new_empty(places[-1] if with_grad else 0, dtype=torch.float64)
 
     def run(part: int, c: int, start: int, stop: int) -> None:
-        numbers = stop - start, scale, float(first[c]), p, float(factor[c])
-        out = (sums[part].data_ptr(), terms[places[part] :].data_ptr()) if with_grad else (None, None)
-        losses[part] = function(*_addresses(rows, c, start), *numbers, tables[c].data_ptr(), *out)
+        if places[part] == places[part + 1]:
+            return  # without a positive
+        of_class = _address(tables[c], torch.float64, (size, p, 4 if with_grad else 2))
+        out = [_address(losses[part], torch.float64, ()), None, None]
+        if with_grad:
+            out[1:] = _address(sums[part], torch.float64, (size, p, 2)), _address_of_terms(terms, places, part)
+        function(c, start, stop, scale, float(first[c]), size - 1, p, float(factor[c]), of_class, *out)
 
     _in_parts(run, num_classes, num_rows, lanes)
     loss = losses.view(num_classes, lanes).sum(dim=1)
     if not with_grad:
         return loss, None, None
     return loss, sums.view(num_classes, lanes, size, p, 2).sum(dim=1).permute(2, 3, 0, 1).contiguous(), terms
-
-
-def _as_rows(scores: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """Return the tensors as (C, M), the entries of a class next to each other in memory."""
-    return [None if rows is None else rows.contiguous().expand_as(scores) for rows in (scores, *others)]
-
-
-def _addresses(rows: list[Tensor | None], c: int, start: int) -> list[int | None]:
-    """Return the addresses of row ``start`` of class ``c``."""
-    return [None if tensor is None else tensor[c, start:].data_ptr() for tensor in rows]
 
 
 def _lanes_of(scores: Tensor) -> int:
@@ -268,9 +320,36 @@ def _lanes_of(scores: Tensor) -> int:
 
 def _first_terms(positive: Tensor, lanes: int) -> list[int]:
     """Return the number of positives before each part of :func:`_in_parts`, and of all."""
-    (num_classes, num_rows), array = positive.shape, positive.numpy()
+    (num_classes, num_rows), positive = positive.shape, positive.contiguous()
     parts = _parts(num_classes, num_rows, lanes)
+    if parts:
+        _address(positive, torch.bool, (num_classes, num_rows))
+    array = positive.view(torch.uint8).numpy()  # bytes: numpy counts a bool as 1 only if it is the byte 1
     return [0, *itertools.accumulate(int(numpy.count_nonzero(array[c, start:stop])) for _, c, start, stop in parts)]
+
+
+def _address_of_terms(terms: Tensor | None, places: list[int] | None, part: int) -> int | None:
+    """Return the address of the terms of the positives of a part; None without any."""
+    if terms is None or places is None or places[part] == places[part + 1]:
+        return None
+    return _address(terms[places[part] : places[part + 1]], torch.float64, (places[part + 1] - places[part],))
+
+
+def _of_parts(
+    name: str, scores: Tensor, masks: tuple[Tensor | None, ...], weight: Tensor | None
+) -> Callable[..., None]:
+    """Return the function ``name`` of C for a class, a start, a stop, and the numbers and tables after the rows."""
+    function, num_classes, dtype = FUNCTIONS[scores.dtype][name], scores.shape[0], scores.dtype
+    given = (scores, dtype), *((mask, torch.bool) for mask in masks), (weight, dtype)
+    # (C, M) each, where the rows of a class are next to each other in memory.
+    tensors = [(None if one is None else one.contiguous().expand(num_classes, -1), of) for one, of in given]
+
+    def call(c: int, start: int, stop: int, *numbers: Any) -> None:
+        rows = [_address(None if one is None else one[c, start:stop], of, (stop - start,)) for one, of in tensors]
+        if not function(*rows, stop - start, *numbers):
+            raise _Refused("numbers for C", "rows, bins and powers of tables", (stop - start, *numbers))
+
+    return call
 
 
 def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_rows: int, lanes: int) -> None:
@@ -289,10 +368,6 @@ def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_r
 def _parts(num_classes: int, num_rows: int, lanes: int) -> list[tuple[int, int, int, int]]:
     """Return the number, the class, and the ends of the rows of each part."""
     if lanes == 1:
-        return [(c, c, 0, num_rows) for c in range(num_classes)]
+        return [(c, c, 0, num_rows) for c in range(num_classes) if num_rows]
     ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
     return [(lane, 0, ends[lane], ends[lane + 1]) for lane in range(lanes)]
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -6,7 +6,8 @@
 //                             the mean, and of the rows where they are compared, which is > 0 for the members
 //   loss, valid               (classes), written; loss is 0 where the class is not valid
 //   gradient                  (classes, rows), written; NULL for the loss alone
-//   returns 1, or 0 if torch must compute it: scores that are not finite, a temperature below LEAST
+//   returns 1, or 0 if torch must compute it: scores that are not finite, a temperature below LEAST or not finite, no
+//   rows, no classes, or more than MOST
 //
 // smooth_ap_of_rows: the same for an ordinary pool in the layout of the loss
 //   scores                    (rows, classes)
@@ -17,14 +18,19 @@
 //   loss, valid               (classes), written
 //   gradient                  (rows, classes), written; NULL for the loss alone
 //   returns 1, or 0 if the caller must compute it: other targets, a key_weight of 0, scores that are not finite or
-//   whose spread is not usual, too many pairs
+//   whose spread is not usual, too many pairs, and what smooth_ap refuses
 //
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
+//   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
+//
+// Sizes and numbers are checked here. Tensors are as kernels/native/__init__.py proves them: of the size that is said.
+// Any byte of a mask but 0 is True.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#ifdef MANY  // one set of instructions, for a test
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
 #define MANY __attribute__((target_clones("avx512f", "avx2,fma", "default")))  // the fastest that the processor has
 #else
 #define MANY
@@ -40,6 +46,9 @@
 #define WORK(num_rows) (9 * (num_rows) + 8 * LANES)  // numbers: the positives are some of the rows
 #define NEAR (FAR - 55)  // temperatures: exp(-55) is nothing next to 1
 #define LEAST 1e-30      // temperature: 1 / LEAST is a number of REAL
+#define MOST 0x7fffffff  // rows, which places number; and classes times rows are less than 2^55
+#define FITS(num_classes, num_rows) \
+  ((num_rows) > 0 && (num_rows) <= MOST && (num_classes) > 0 && (num_classes) <= (INT64_MAX >> 8) / (num_rows))
 #define MAGIC 6755399441055744.0  // 1.5 * 2^52
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
@@ -78,6 +87,3 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
                                         1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
 #include "pairs.inc"
 #include "bins.inc"
-
-// Counts changes of the arguments above. A library that says another number is not used.
-int64_t fullrank_abi(void) { return 8; }

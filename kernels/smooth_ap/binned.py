@@ -216,7 +216,7 @@ class Places(NamedTuple):
 def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None = None) -> Places:
     """Return the places of the rows, ``rows`` if they are known, and of the listed positives."""
     scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
-    if rows is None and len([*chunks(scores)]) <= 1 and not _reads_rows_in_c(scores, bins):
+    if rows is None and len([*chunks(scores)]) <= 1 and not _reads_rows_in_c(problem, bins):
         rows = _locate_chunk(problem, bins, slice(None), slice(None))
     if rows is not None:
         bin_of, u = (values[class_of, row_of] for values in rows)
@@ -237,7 +237,7 @@ def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> li
     negatives and of the positives weighted by it.
     """
     scores, size, weight = problem.scores, bins.num_fine + 1, problem.weight_of_negatives
-    if places.rows is None and _reads_rows_in_c(scores, bins):
+    if places.rows is None and _reads_rows_in_c(problem, bins):
         of_all = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p, weight=weight)
     else:
         lanes = num_lanes(scores, size)
@@ -430,7 +430,7 @@ def read_gradient(
     """
     # Every row is treated as a negative first, then the positives are overwritten.
     pull, weight = polynomials[:, 0].to(problem.scores.dtype), problem.weight_of_negatives
-    if places.rows is None and _reads_rows_in_c(problem.scores, bins) and gradient.is_contiguous():
+    if places.rows is None and _reads_rows_in_c(problem, bins) and gradient.is_contiguous():
         native.evaluate(pull, problem.scores, problem.member, *bins.numbering, gradient, weight=weight)
     else:
         for c, m in chunks(problem.scores):
@@ -450,8 +450,9 @@ def read_gradient(
         gradient[problem.class_of[part], problem.row_of[part]] = value.to(gradient.dtype)
 
 
-def _reads_rows_in_c(scores: Tensor, bins: Bins) -> bool:
-    return bins.outside is None and native.is_usable(scores)
+def _reads_rows_in_c(problem: Problem, bins: Bins) -> bool:
+    others = problem.positive, problem.member, problem.key_weight
+    return bins.outside is None and native.is_usable(problem.scores, *others)
 
 
 def _locate_chunk(problem: Problem, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:

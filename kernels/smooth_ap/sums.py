@@ -31,7 +31,7 @@ from ..node_tables import order_for
 from ..pairs import Problem, weight_at
 from ..registration import register, scaled, with_gradients
 from ..spread import MOST_SCORES
-from ..torch_private import are_numbers_in_memory
+from ..torch_private import is_followed
 from .binned import smooth_ap_binned, smooth_ap_in_c, weighted_smooth_ap_in_c
 from .direct import smooth_ap_direct, smooth_ap_sorted
 from .plain import plain_is_faster, plain_loss_and_gradient, smooth_ap_plain
@@ -106,9 +106,7 @@ def smooth_ap_of_rows(
         temperature: > 0; None for ``multiple`` times the spread of the scores.
         multiple: > 0.
     """
-    if not (0 < len(targets) <= MOST_SCORES and native.is_usable(rows) and are_numbers_in_memory(rows, targets)):
-        return None
-    if not (rows.is_contiguous() and targets.is_contiguous()):
+    if not (0 < len(targets) <= MOST_SCORES and rows.is_cpu and rows.dtype in native.FUNCTIONS) or is_followed():
         return None
     with_grad = torch.is_grad_enabled() and rows.requires_grad
     most = costs_of(rows.device).most_native_pairs(rows.shape[1], rows.numel())
@@ -147,8 +145,9 @@ def smooth_ap_and_gradient(
         few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
         return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
 
-    is_plain = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
-    if (is_plain or key_weight is not None) and native.is_usable(scores) and not pairs_are_best(count):
+    is_simple = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
+    is_usable = native.is_usable(scores, positive, member, key_weight)
+    if (is_simple or key_weight is not None) and is_usable and not pairs_are_best(count):
         (low, high), order = _lowest_and_highest(scores), order_for(scores, num_rows)
         is_finite = bool((low.isfinite() & high.isfinite()).all())
         bins = find_bins(scores, low, high, temperature, order.fine) if is_finite else None

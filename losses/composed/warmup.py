@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...distributed.group import check_gather_distributed
 from ...distributed.header import State
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
-from ...errors import check_between, check_count, check_positive, expected, warn
+from ...errors import check_between, check_count, check_temperature, expected, warn
 from .combined import LossOfParts, check_module, takes, targets_for
 
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
@@ -119,8 +119,7 @@ class LossWarmupWrapper(LossOfParts):
         check_between("final_main_weight", final_main_weight, 0, 1, above=True)
         check_count("temp_decay_steps", temp_decay_steps, 1)
         for name, value in (("temp_start", temp_start), ("temp_end", temp_end)):
-            if value is not None:
-                check_positive(name, value)
+            check_temperature(value, automatic=True, name=name)
         if (temp_start is None) != (temp_end is None):
             name = "temp_start" if temp_start is None else "temp_end"
             raise ValueError(expected(name, "a number with the other temperature", None, "Give both or neither."))

@@ -15,7 +15,7 @@ from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
-from ...errors import RankRuntimeError, check_positive, expected
+from ...errors import RankRuntimeError, check_positive, check_temperature, expected
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
@@ -83,7 +83,8 @@ class InfoNCELoss(ContrastiveLoss):
         self.max_logit_scale = check_positive("max_logit_scale", max_logit_scale)
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn_temperature else None)
-        self.temperature = check_positive("temperature", temperature)
+        check_temperature(temperature)
+        self.temperature = temperature
 
     @property
     def learn_temperature(self) -> bool:
@@ -132,7 +133,7 @@ class InfoNCELoss(ContrastiveLoss):
 
         def bring() -> Offer[Tensor | None]:
             if learned is None:
-                check_positive("temperature", self.temperature)
+                check_temperature(self.temperature)
             self._checked("queries", queries, group)
             if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
                 fix = "Labels go to SupConLoss; of embeddings in integers use keys.float()."

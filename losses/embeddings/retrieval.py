@@ -15,14 +15,14 @@ from ...distributed.exchange import Exchange
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled, note_kind
-from ...errors import check_choice, check_int, check_tensor, expected
+from ...errors import check_choice, check_int, check_temperature, check_tensor, expected
 from ...kernels.registration import check_not_batched
 from ...kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.hints import NO_RANKING, Hints
-from ..pooled.pool import REDUCTIONS, PerClass, Reduction, check_temperature, local_pool, reduce_values
+from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_values
 from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
 

@@ -14,7 +14,7 @@ from ...distributed.exchange import Exchange
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
-from ...errors import check_positive
+from ...errors import check_temperature
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
@@ -70,7 +70,8 @@ class SupConLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
         self.ignore_index = ignore_index
-        self.temperature = check_positive("temperature", temperature)
+        check_temperature(temperature)
+        self.temperature = temperature
 
     @completed(DistributedLoss)
     @not_compiled
@@ -88,7 +89,7 @@ class SupConLoss(ContrastiveLoss):
         refuse_in_backward(call)
 
         def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
-            check_positive("temperature", self.temperature)
+            check_temperature(self.temperature)
             self._check_not_gathered(group, labels=labels)
             has_views = isinstance(embeddings, Tensor) and not embeddings.is_nested and embeddings.ndim == 3
             has_views = has_views and embeddings.shape[1] > 0

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from ...distributed.gather import gather_agreed
 from ...distributed.header import Offer, State, refuse_in_backward
 from ...distributed.torch_private import note_kind
-from ...errors import check_choice, check_count, check_int, expected, warn
+from ...errors import check_choice, check_count, check_int, check_temperature, expected, warn
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
@@ -37,7 +37,6 @@ from .pool import (
     Reduction,
     Weighting,
     at_temperature,
-    check_temperature,
     local_pool,
     reduce_values,
 )

@@ -13,7 +13,7 @@ from ...distributed.exchange import check_rows
 from ...distributed.gather import gather_agreed
 from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
 from ...distributed.torch_private import not_compiled, note_kind
-from ...errors import check_choice, check_count, check_int, check_tensor, expected
+from ...errors import check_choice, check_count, check_int, check_temperature, check_tensor, expected
 from ...kernels.sigmoid_sums import sigmoid_sums
 from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
@@ -30,7 +30,7 @@ from ..rows import (
     weight_of_rows,
 )
 from .hints import NO_GRADES, Hints
-from .pool import REDUCTIONS, PerClass, Reduction, check_temperature, reduce_values
+from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
 from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.torch_private import note_kind
-from ...errors import check_choice, check_int, check_positive, expected
+from ...errors import check_choice, check_int, check_temperature
 from ...kernels.spread import spread_of, standardized
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
@@ -208,16 +208,6 @@ def local_pool(
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
     rows = logits, targets, iid_mask, sample_weight
     return Pool(check_batch(*rows, rule, indexes=indexes, validate_args=validate_args), weighting=weighting)
-
-
-def check_temperature(temperature: float | None, automatic: bool) -> float | None:
-    """Return ``temperature`` unchanged. Raise unless it is a finite number > 0, or None and ``automatic``."""
-    if temperature is not None:
-        return check_positive("temperature", temperature)
-    if not automatic:
-        fix = "This loss has no automatic temperature: pass a number > 0."
-        raise TypeError(expected("temperature", "a number", temperature, fix))
-    return None
 
 
 def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tuple[Pool, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -384,47 +383,294 @@ def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: p
     assert len(calls) == 2  # of the keys with ones, forward and backward
 
 
-CHECKED = """
-import sys, pytest
-from fullrank.kernels import native
-native.__file__ = sys.argv[1]
-native.FUNCTIONS.update(native._load())
-sys.exit(pytest.main(sys.argv[2:]))
-"""
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def _freed(tensor: Tensor) -> Tensor:
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+class Subclass(Tensor):
+    """A tensor whose operations might mean something else."""
+
+
+NOT_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative bit": lambda x: x.neg()._neg_view(),
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "freed": _freed,
+    "meta": lambda x: x.to("meta"),
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "sparse": lambda x: x.to_sparse(),
+    "fewer rows": lambda x: x[:-1],
+    "another dtype": lambda x: x.to(torch.int16),
+}
 
 
 @needs_extension
-@pytest.mark.slow
-@pytest.mark.parametrize("is_control", [False, True])
-def test_every_address_is_inside_of_the_memory_of_the_call(is_control: bool, tmp_path: Path) -> None:
-    """Some of the tests above pass with a library that checks each address; the control allocates too little."""
-    asked = [f"-print-file-name={name}" for name in ("libasan.so", "libstdc++.so.6")] if shutil.which("gcc") else []
-    runtime = [subprocess.check_output(["gcc", option], text=True).strip() for option in asked]
-    if not runtime or not all(map(os.path.isabs, runtime)):
-        pytest.skip("there is no gcc with an address sanitizer")
-    for path in Path(__file__).parents[2].glob("kernels/native/*.[ci]*"):
-        text = path.read_text("utf-8")
-        (tmp_path / path.name).write_text(text.replace("(9 * (num_rows)", "(2 * (num_rows)") if is_control else text)
-    flags = ["-O1", "-fsanitize=address", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run(["gcc", *flags, "sums.c", "-o", "sums.library", "-lm"], cwd=tmp_path, check=True)
-    tests = ["-x", "-s", "-p", "no:cacheprovider", "-k", "layout or moments or reach or one_step", __file__]
-    command = [sys.executable, "-c", CHECKED, str(tmp_path / "__init__.py"), *tests]
-    environment = os.environ | {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0", "FULLRANK_LINES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ("AddressSanitizer" in done.stderr) == is_control, done.stderr
-    assert (done.returncode == 0) == (not is_control), done.stdout
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
+    """Of each dtype that C reads; a call that has no other form raises, and the others leave the rows to torch."""
+    scores, positive, member = rows(1, 60, torch.float32)
+    weight, first, changed = torch.rand(60) + 0.5, torch.zeros(1), NOT_PLAIN[kind]
+    for tensor in (scores[0], weight.double(), positive[0].long(), member[0]):
+        if tensor.is_floating_point() or kind != "negative bit":
+            assert native._address(tensor, tensor.dtype, (60,))
+            with pytest.raises(ValueError, match="a tensor for C: expected"):
+                native._address(changed(tensor), tensor.dtype, (60,))
+    if kind == "freed":
+        return  # torch reads it, and the process ends
+    column, targets = scores.t().contiguous(), positive[0].long()
+    rest = -100, 0.1, 1.0, True, ALL
+    plain, table, out = (weight, weight), torch.rand(3, 1, 81), torch.empty(1, 60)
+    assert native.smooth_ap_of_rows(column, targets, *plain, *rest) is not None
+    assert native.smooth_ap(scores, positive, member, weight, 0.1, True, weight) is not None
+    for weights in ((changed(weight), weight), (weight, changed(weight))):
+        assert native.smooth_ap_of_rows(column, targets, *weights, *rest) is None
+        if kind not in ("another dtype", "sparse"):  # torch converts the one, and raises at the other
+            assert native.smooth_ap(scores, positive, member, weights[0], 0.1, True, weights[1]) is None
+    if kind != "negative bit":
+        assert native.smooth_ap_of_rows(column, changed(targets), *plain, *rest) is None
+    if kind != "fewer rows":
+        of_rows = changed(weight[None])
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            native.moments(scores, None, 8.0, first, 80, 3, weight=of_rows)
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            native.evaluate(table, scores, None, 8.0, first, out, weight=of_rows)
+    fields, factor = torch.rand(3, 4, 1, 81, dtype=torch.float64), torch.ones(1)
+    given, rates_of = {"positive": positive, "weight": weight}, functools.partial(native.rates, fields, scores)
+    numbers = {"scale": 8.0, "first": first, "factor": factor}
+    terms = rates_of(**given, **numbers)[2]
+    settings = {"scale": 8.0, "first": first, "out": out, "of_positives": table.double(), **given}
+    native.evaluate(table, scores, None, terms=terms, **settings)
+    for name in given if kind != "negative bit" else ("weight",):
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            rates_of(**given | {name: changed(given[name])}, **numbers)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        native.evaluate(table, scores, None, terms=changed(terms), **settings)
+    if kind not in ("fewer rows", "another dtype"):
+        assert not native.is_usable(changed(scores))
+        assert native.smooth_ap_of_rows(changed(column), targets, *plain, *rest) is None
+        assert native.smooth_ap(changed(scores), positive, member, None, 0.1, True) is None
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            native.moments(changed(scores), None, 8.0, first, 80, 3)
+    if kind == "fewer rows":
+        for of_rows in ({"member": member[:, :-1]}, {"member": None, "weight": weight[None, :-1]}):
+            with pytest.raises(ValueError, match="a tensor for C: expected"):
+                native.moments(scores, scale=8.0, first=first, num_bins=80, p=3, **of_rows)
+            with pytest.raises(ValueError, match="a tensor for C: expected"):
+                native.evaluate(table, scores, scale=8.0, first=first, out=out, **of_rows)
+        with pytest.raises(ValueError, match="a tensor for C: expected"):
+            native.evaluate(table, scores, None, 8.0, first, out[:, :-1])
 
 
 @needs_extension
-def test_a_library_from_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_weights_of_rows_and_of_classes(dtype: torch.dtype) -> None:
+    """C reads both weights with one stride; one of each kind it leaves to torch. The control has other weights."""
+    scores, positive, member = rows(3, 90, dtype)
+    of_rows = torch.rand(2, 90, dtype=dtype) + 0.5
+    expected = smooth_ap_and_gradient(scores, positive, member, of_rows[0], 0.1, True, key_weight=of_rows[1])
+    of_classes = of_rows[:, None].repeat(1, 3, 1)
+    for weight, key_weight in itertools.product((of_rows[0], of_classes[0]), (of_rows[1], of_classes[1])):
+        given = scores, positive, member, weight, 0.1, True
+        assert (native.smooth_ap(*given, key_weight) is None) == (weight.ndim != key_weight.ndim)
+        for ours, theirs in zip(smooth_ap_and_gradient(*given, key_weight=key_weight), expected):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=LIMITS[dtype])
+        others = smooth_ap_and_gradient(*given, key_weight=key_weight.flip(-1))
+        assert (others[0] - expected[0]).abs().min() > 1e-4
+    for key_weight in of_rows[1], of_classes[1]:
+        given = scores, positive, member, None, 0.1, True, key_weight
+        assert all(map(torch.equal, native.smooth_ap(*given), native.smooth_ap(*given[:-1], of_rows[1])))
+
+
+@pytest.mark.parametrize("num_rows", [40, 5000, 40_000])
+@pytest.mark.parametrize("kind", ["negative bit", "zeros without memory"])
+def test_numbers_elsewhere_give_their_loss(kind: str, num_rows: int) -> None:
+    """For few rows, pairs and bins, with their gradient, and in the queue. The control has the other sign."""
+    targets = torch.arange(num_rows) % 5 // 4
+    scores = 2 * targets + normal(num_rows, 1)[:, 0].float()
+    scores = scores if kind == "negative bit" else torch.zeros(num_rows)
+    for make in (fullrank.SmoothAPLoss, fullrank.RecallAtQuantileLoss, fullrank.PAUCAtBudgetLoss):
+        for queue_size in (0, 100):
+            ours, theirs = (make(1, queue_size=queue_size) for _ in range(2))
+            for _ in range(3):
+                given = [NOT_PLAIN[kind](scores).requires_grad_(), scores.clone().requires_grad_()]
+                values = ours(given[0], targets), theirs(given[1], targets)
+                gradients = [torch.autograd.grad(value, logits)[0] for value, logits in zip(values, given)]
+                assert torch.equal(*values)
+                assert torch.equal(*gradients)
+            assert torch.equal(ours.queue.rows().logits, theirs.queue.rows().logits)
+            if kind == "negative bit":
+                assert (ours.eval()(-scores, targets) - values[0]).abs() > 1e-2
+
+
+@pytest.mark.parametrize("num_rows", [40, 5000, 40_000])
+@pytest.mark.parametrize("kind", ["negative bit", "subclass"])
+def test_weights_and_targets_elsewhere_give_their_loss(kind: str, num_rows: int) -> None:
+    """With their gradient. The control has other weights."""
+    targets, changed = torch.arange(num_rows) % 5 // 4, NOT_PLAIN[kind]
+    scores, weight = 2 * targets + normal(num_rows, 1)[:, 0].float(), normal(num_rows, 1)[:, 0].float().abs()
+    spoiled = targets if kind == "negative bit" else changed(targets)
+    for make in (fullrank.SmoothAPLoss, fullrank.RecallAtQuantileLoss, fullrank.PAUCAtBudgetLoss):
+        rows = [(targets, weight), (targets, changed(weight)), (spoiled, weight), (targets, weight.flip(0))]
+        given = [scores.clone().requires_grad_() for _ in rows]
+        values = [make(1)(x, y, sample_weight=w).as_subclass(Tensor) for x, (y, w) in zip(given, rows)]
+        gradients = [torch.autograd.grad(value, x)[0].as_subclass(Tensor) for value, x in zip(values, given)]
+        for value, gradient in zip(values[1:3], gradients[1:3]):
+            torch.testing.assert_close(value, values[0], rtol=1e-5, atol=0)
+            torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-7)
+        assert (gradients[3] - gradients[0]).abs().sum() > 1e-2 * gradients[0].abs().sum()
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_numbers_that_are_not_those_of_tables_raise(dtype: torch.dtype) -> None:
+    scores = torch.zeros(1, 5, dtype=dtype)
+    for num_bins, p in ((0, 1), (1, 0)):
+        with pytest.raises((ValueError, RuntimeError)):
+            native.moments(scores, None, 1.0, torch.zeros(1), num_bins, p)
+
+
+@needs_extension
+@pytest.mark.parametrize("num_classes", [1, 3])
+def test_a_class_that_does_not_exist_raises_in_every_call(num_classes: int) -> None:
+    """From the third call on, only C looks at the targets of a step: at those next to the last class too."""
+    loss, generator = fullrank.SmoothAPLoss(num_classes), torch.Generator().manual_seed(0)
+    kinds = max(2, num_classes)
+    for _ in range(8):
+        logits, targets = torch.randn(40, num_classes, generator=generator), torch.arange(40) % kinds
+        for wrong in (kinds, -1):
+            with pytest.raises(ValueError, match=f"targets: expected .*, got {wrong}"):
+                loss(logits, targets.index_fill(0, torch.tensor([5]), wrong))
+            spoiled = targets.index_fill(0, torch.tensor([5]), wrong)
+            assert native.smooth_ap_of_rows(logits, spoiled, None, None, -100, None, 0.1, False, ALL) is None
+        loss(logits, targets)
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the library, its record and its sources, which :func:`native._load` loads."""
+    for source in Path(native.__file__).parent.glob("*.*"):
+        if source.suffix in (".library", ".record", ".c", ".inc"):
+            shutil.copy(source, tmp_path)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setenv("FULLRANK_NATIVE", "1")
+    return tmp_path / "sums.library"
+
+
+def _truncate(library: Path) -> None:
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+
+
+def _with_other_sources(library: Path) -> None:
+    library.with_name("pairs.inc").write_text("// another line\n")
+
+
+def _not_a_library(library: Path) -> None:
+    library.write_bytes(bytes(library.stat().st_size))
+
+
+CHANGED: dict[str, Callable[[Path], object]] = {
+    r"got \d+ of \d+ bytes": _truncate,
+    "got one of other sources": _with_other_sources,
+    "got one without a record": lambda library: library.with_suffix(".record").unlink(),
+    "got one without a record of": lambda library: library.with_suffix(".record").write_text("nothing"),
+    "got .*sums.library": _not_a_library,
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("text", CHANGED)
+def test_another_library_than_setup_py_built_is_not_used(text: str, library: Path) -> None:
+    """One warning says so, and torch computes; it is off with ``FULLRANK_NATIVE=0``."""
+    CHANGED[text](library)
+    with pytest.warns(UserWarning, match=text) as caught:
+        assert native._load() == {}
+    assert len(caught) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLRANK_NATIVE", "off")
+        assert native._load() == {}
+
+
+@needs_extension
+def test_a_library_without_sources_is_that_of_a_wheel(library: Path) -> None:
+    for source in [*library.parent.glob("*.c"), *library.parent.glob("*.inc")]:
+        source.unlink()
     assert native._load().keys() == native.FUNCTIONS.keys()
-    monkeypatch.setattr(native, "_ABI", native._ABI + 1)
+    library.unlink()  # without a compiler there is none, and no warning
     assert native._load() == {}
 
 
 @needs_extension
-@pytest.mark.parametrize(("value", "expected"), [("0", "torch"), ("1", fullrank.__config__["kernels"])])
-def test_it_can_be_left_out(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is read at import."""
+@pytest.mark.parametrize("value", ["0", "false", "off", "OFF", "1", "true", "on", "True"])
+def test_it_can_be_left_out(value: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLRANK_NATIVE", value)
-    assert runpy.run_path(native.__file__)["KERNELS"] == expected
+    assert bool(native._load()) == (value.lower() in ("1", "true", "on"))
+
+
+@pytest.mark.parametrize("value", ["", "no", "2", "00", "native"])
+def test_other_values_of_the_variable_raise(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLRANK_NATIVE", value)
+    with pytest.raises(ValueError, match=f"^FULLRANK_NATIVE: expected 0, 1, true, false, on or off, got '{value}'"):
+        native._load()
+
+
+FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]  # as in setup.py
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def driven(folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Return the run of native_drive.c, built with ``flags`` and the sources that are in ``folder``, or else ours."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    for path in [*ROOT.glob("kernels/native/*.[ci]*"), Path(__file__).with_name("native_drive.c")]:
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not copy.exists():
+            shutil.copy(path, copy)
+    command = ["gcc", *flags, "tests/kernels/native_drive.c", "-o", name, "-lm"]
+    subprocess.run(command, cwd=folder, check=True)
+    return subprocess.run([str(folder / name), "0", "500"], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_same_bits_with_any_instructions(tmp_path: Path) -> None:
+    """Of 500 random calls; all limits of sizes and numbers hold. The control lets the compiler contract products."""
+
+    def result(name: str, *flags: str) -> str:
+        run = driven(tmp_path, name, *flags)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
+
+    expected, processor = result("plain", *FLAGS, "-DMANY="), Path("/proc/cpuinfo")
+    flags = processor.read_text().split() if processor.exists() else []
+    for target in ("avx2,fma", "avx512f"):
+        if set(target.split(",")) <= set(flags):
+            one = f'-DMANY=__attribute__((target("{target}")))'
+            assert result(target.replace(",", "_"), *FLAGS, one) == expected
+            assert result("contracted", *FLAGS[:-1], "-ffp-contract=fast", one) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_control", [False, True])
+def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
+    """Neither of addresses nor of undefined behaviour, in the same calls; the control allocates too little."""
+    asked = [f"-print-file-name={name}" for name in ("libasan.so", "libubsan.so")] if shutil.which("gcc") else []
+    libraries = [subprocess.check_output(["gcc", option], text=True).strip() for option in asked]
+    if not libraries or not all(Path(library).is_absolute() for library in libraries):
+        pytest.skip("there is no gcc with sanitizers")
+    if is_control:
+        text = (ROOT / "kernels/native/sums.c").read_text("utf-8")
+        (tmp_path / "kernels/native").mkdir(parents=True)
+        (tmp_path / "kernels/native/sums.c").write_text(text.replace("(9 * (num_rows)", "(2 * (num_rows)"), "utf-8")
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    run = driven(tmp_path, "clean", "-O1", "-g", "-fopenmp-simd", *sanitizers, "-DMANY=")
+    assert ("AddressSanitizer" in run.stderr) == is_control, run.stderr
+    assert (run.returncode == 0) == (not is_control), run.stdout + run.stderr

@@ -255,7 +255,7 @@ def test_a_bad_value_set_later_is_refused(name: str) -> None:
     """In every call, until it is set right."""
     form = LOSSES[name].first
     call = form.arguments(LOGITS, TARGETS, BINARY)
-    given: list[tuple[str, Any]] = [("temperature", value) for value in (-1.0, 0.0, NAN, "0.1")]
+    given: list[tuple[str, Any]] = [("temperature", value) for value in (-1.0, 0.0, NAN, 1e-38, 5e-324, "0.1")]
     if name == "pauc":
         given += [("surrogate", "nope"), ("dro_lambda", -1.0), ("beta", 2.0), ("n_knots", 5)]
     for argument, value in given:
