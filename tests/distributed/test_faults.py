@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import signal
@@ -30,21 +31,22 @@ from fullrank.distributed import exchange
 
 
 @functools.cache
-def after_no_step(name: str, rank: int, world_size: int) -> list[bytes]:
-    """Return the bits of the third of three steps if the second has never been."""
-    return _after(CALLS[name], rank, None)
+def after_no_step(name: str, rank: int, world_size: int, before: tuple[int, ...] = (0,)) -> list[bytes]:
+    """Return the bits of the step after the spoiled one if that has never been."""
+    return _after(CALLS[name], rank, before)
 
 
 def spoil(rank: int, name: str, fault: Fault, odd_ranks: Sequence[int], head: str) -> None:
-    """Spoil the second of three steps, on each of the ranks in turn.
+    """Spoil the second step, and that of another subject in its third, on each of the ranks in turn.
 
-    The message is the same on all, and begins with ``head``. The state is as before, and the third step as if the
-    second had never been.
+    From the third call on a loss may take a shorter way. The message is the same on all, and begins with ``head``. The
+    state is as before, and the next step as if the spoiled one had never been.
     """
     call = CALLS[name]
-    for odd_rank in odd_ranks:
+    for odd_rank, before_it in itertools.product(odd_ranks, ((0,), (0, 3))):
         subject = call.make()
-        take_step(call, subject, rank, 0)
+        for index in before_it:
+            take_step(call, subject, rank, index)
         arguments, before = _arguments(call, rank, 1), _state(subject)
         arguments |= fault.change(arguments) if rank == odd_rank else {}
         error, text = common_error(partial(subject, **arguments))
@@ -53,7 +55,7 @@ def spoil(rank: int, name: str, fault: Fault, odd_ranks: Sequence[int], head: st
         assert f"rank {odd_rank}" in text
         assert text.startswith(tuple(head.format(call=one, rank=odd_rank) for one in call.heads)), text
         assert _state(subject) == before
-        assert take_step(call, subject, rank, 2) == after_no_step(name, rank, dist.get_world_size())
+        assert take_step(call, subject, rank, 2) == after_no_step(name, rank, dist.get_world_size(), before_it)
 
 
 def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool = False) -> tuple[float, list[bytes]]:
@@ -73,11 +75,10 @@ def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool
     return objective, take_step(call, subject, rank, 2)
 
 
-def _after(call: Call, rank: int, between: int | None) -> list[bytes]:
+def _after(call: Call, rank: int, before: Sequence[int]) -> list[bytes]:
     subject = call.make()
-    take_step(call, subject, rank, 0)
-    if between is not None:
-        take_step(call, subject, rank, between)
+    for index in before:
+        take_step(call, subject, rank, index)
     return take_step(call, subject, rank, 2)
 
 
@@ -282,7 +283,7 @@ def test_input_that_differs_on_one_rank_raises_on_all(
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.keeps_rows])
 @on_ranks(2)
 def test_control_a_step_that_did_happen_shows_in_the_next(rank: int, name: str) -> None:
-    assert _after(CALLS[name], rank, 1) != _after(CALLS[name], rank, None)
+    assert _after(CALLS[name], rank, (0, 1)) != _after(CALLS[name], rank, (0,))
 
 
 def test_every_loss_and_gather_is_in_the_registry() -> None:
