@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -259,6 +260,27 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", ["(1, W)", "(W, 1)", "(1,)"])
+@on_ranks()
+def test_a_dimension_of_one_rank(rank: int, shape: str) -> None:
+    """Every placement on meshes of which a dimension, or all, has one rank. Controls of what is sharded are below."""
+    size, pairs = dist.get_world_size(), (Shard(0), Shard(1), Replicate())
+    mesh = init_device_mesh("cpu", (1, size) if shape == "(1, W)" else (size, 1), mesh_dim_names=("rows", "columns"))
+    mesh = mesh["columns"] if shape == "(1,)" else mesh
+    layouts = list(itertools.product(pairs, repeat=mesh.ndim))
+    gradients = [draw(number, 5, 4) for number in range(len(layouts))]
+    parameters = [place(full, mesh, *layout) for full, layout in zip(gradients, layouts)]
+    for norm_type in (1.0, 2.0, math.inf):
+        found = fullrank.total_grad_norm(parameters, norm_type)
+        expected = torch.linalg.vector_norm(torch.cat([full.flatten() for full in gradients]), norm_type)
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    factor = MOST / torch.cat([full.flatten() for full in gradients]).norm()
+    clipped = [factor * full for full in gradients]  # before they are, in place
+    fullrank.clip_grad_norm_(parameters, MOST)
+    for parameter, full in zip(parameters, clipped):
+        torch.testing.assert_close(parameter.grad.full_tensor(), full, rtol=1e-5, atol=0)  # torch adds 1e-6 to the norm
+
+
 @pytest.mark.parametrize(
     ("case", "rule"),
     [
