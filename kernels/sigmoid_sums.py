@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, check_positive, expected
+from ..errors import check_choice, check_temperature, expected
 from .bins import find_bins, locate
 from .costs import costs_of
 from .multipole import Line, Tables
@@ -68,7 +68,7 @@ def sigmoid_sums(
         tensor([[1.5000]])
     """
     check_choice("method", method, METHODS)
-    check_positive("temperature", temperature)
+    check_temperature(temperature)
     for name, value in (("queries", queries), ("keys", keys), ("weights", weights)):
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype != queries.dtype:
             raise TypeError(expected(name, "a floating-point tensor, all three of one dtype", value))

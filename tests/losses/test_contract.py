@@ -224,7 +224,7 @@ SUMS = {"queries": torch.ones(3), "keys": torch.ones(5), "weights": torch.ones(5
 @pytest.mark.parametrize(
     ("argument", "changes"),
     [
-        *(("temperature", {"temperature": bad}) for bad in (0.0, -1.0, NAN)),
+        *(("temperature", {"temperature": bad}) for bad in (0.0, -1.0, NAN, 5e-324)),
         ("method", {"method": "fast"}),
         *(("queries, keys, weights", {"weights": bad}) for bad in (torch.ones(5), torch.ones(4, 1))),
         *(("queries, keys, weights", {"queries": bad}) for bad in (torch.ones(2, 3), torch.tensor(1.0))),
