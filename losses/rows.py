@@ -126,9 +126,10 @@ def check_batch(
             if iid_mask.is_floating_point():
                 fix = "Weights go to sample_weight=."
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
-    sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args, weight_dtype)
-    if check is not None:
-        check.read()
+    if sample_weight is not None:
+        sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args, weight_dtype)
+        if check is not None:
+            check.read()
     if indexes is not None:
         indexes = checked_indexes(indexes, logits)
         if logits.shape[1] != 1:

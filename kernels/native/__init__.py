@@ -189,7 +189,8 @@ def smooth_ap_of_rows(
     num_rows, num_classes = shape = scores.shape
     try:
         pool = _address(scores, scores.dtype, shape), _address(targets, torch.int64, (num_rows,))
-        weights = [_address(given, scores.dtype, (num_rows,)) for given in (weight, key_weight)]
+        of_positives = None if weight is None else _address(weight, scores.dtype, (num_rows,))
+        of_keys = None if key_weight is None else _address(key_weight, scores.dtype, (num_rows,))
     except _Refused:
         return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
@@ -198,7 +199,7 @@ def smooth_ap_of_rows(
     out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
     numbers = num_rows, num_classes, ignore_index, ctypes.byref(width), scale, most
-    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*pool, *weights, *numbers, *out)
+    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*pool, of_positives, of_keys, *numbers, *out)
     return (loss, valid, gradient, width.value) if is_computed else None
 
 

@@ -88,8 +88,9 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
     if pool.is_of_rows and not (rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
         # A kernel for the common case reads the rows as they are. It returns None where it does not apply. A hint that
         # looks at the gradient of the scores has made them, and a subclass may have assigned others.
+        weight, key_weight = (None, None) if rows.sample_weight is None else (pool.weight, pool.key_weight)
         settings = rule.ignore_index, temperature, spread_multiple
-        result = smooth_ap_of_rows(rows.logits, rows.targets, pool.weight, pool.key_weight, *settings)
+        result = smooth_ap_of_rows(rows.logits, rows.targets, weight, key_weight, *settings)
         if result is not None:
             loss, valid, temperature = result
             return PerClass(loss, valid), temperature
