@@ -46,10 +46,8 @@ def test_recall_falls_to_that_of_scikit_learn() -> None:
     counted = weights > 0
     level = reference.upper_level(scores[counted, 0].tolist(), 0.2, "higher", weights[counted].tolist())
     at_level = (scores[:, 0] == sum(level)).double() / 2  # a positive at the threshold counts half
-    above, half = ((scores[:, 0] >= sum(level)), at_level)
-    expected = recall_score(targets, above, sample_weight=weights) - float(
-        (half * targets * weights).sum() / (targets * weights).sum()
-    )
+    half = float((at_level * targets * weights).sum() / (targets * weights).sum())
+    expected = recall_score(targets, scores[:, 0] >= sum(level), sample_weight=weights) - half
     assert 1 - float(value) == pytest.approx(expected, abs=1e-6)
     assert abs(1 - float(step(make("recall"), scores, targets)[0]) - expected) > 1e-3  # control
 
@@ -102,6 +100,7 @@ def test_dro_counts_a_weight_as_copies_and_equal_weights_are_none(name: str) -> 
     found, of_rows = step(make(name), scores, targets, sample_weight=torch.full_like(weights, 0.7))
     torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
     torch.testing.assert_close(of_rows, gradient, rtol=1e-12, atol=1e-15)
+    assert not torch.allclose(step(make(name), scores, targets, sample_weight=weights)[0], value, rtol=1e-6)  # control
     if "dro" in name:
         copies = weights.long()
         value, gradient = step(make(name), *(rows.repeat_interleave(copies, dim=0) for rows in (scores, targets)))
@@ -110,6 +109,8 @@ def test_dro_counts_a_weight_as_copies_and_equal_weights_are_none(name: str) -> 
         owner = torch.arange(len(copies)).repeat_interleave(copies)
         summed = torch.zeros_like(scores).index_add_(0, owner, gradient)
         torch.testing.assert_close(of_rows, summed, rtol=1e-12, atol=1e-15)
+        others = step(make(name, weighting="positives"), scores, targets, sample_weight=weights)[0]
+        assert not torch.allclose(others, value, rtol=1e-6)  # control: the weights of positives alone are no copies
 
 
 @over_losses
