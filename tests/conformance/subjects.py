@@ -85,10 +85,11 @@ class Adapted(nn.Module):
 
 
 def mesh_of(kind: str) -> DeviceMesh:
-    """Return the mesh of a wrapper over all ranks."""
+    """Return the mesh of a wrapper over all ranks; ``hsdp`` may say its shape, where one dimension has one rank."""
     world_size = dist.get_world_size()
-    if kind == "hsdp":
-        return init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards"))
+    if kind.startswith("hsdp"):
+        shapes = {"hsdp": (2, world_size // 2), "hsdp (1, W)": (1, world_size), "hsdp (W, 1)": (world_size, 1)}
+        return init_device_mesh("cpu", shapes[kind], mesh_dim_names=("replicas", "shards"))
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("shards",))
 
 

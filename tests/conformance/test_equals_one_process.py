@@ -55,6 +55,8 @@ def cases() -> list[Any]:
             pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow if is_common else pytest.mark.full)
         )
         found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
+        for world_size, shape in ((2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")):
+            found.append(pytest.param(world_size, verb, f"hsdp {shape}", "float64", marks=pytest.mark.slow))
     return found
 
 
