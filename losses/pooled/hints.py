@@ -149,10 +149,12 @@ class Hints:
         if are_copies:
             self._warn_once(
                 "copies",
-                f"all {num_ranks} ranks passed the same rows, so each row counts {num_ranks} times, against its copies "
-                "too. Give each rank rows of its own, such as with torch.utils.data.DistributedSampler. If the rows "
-                "were gathered before, pass those of this rank, or set gather_distributed=False. Ranks that hold the "
-                "same rows on purpose, as with tensor parallelism, need group=.",
+                f"all {num_ranks} ranks passed the same rows, so every row is counted {num_ranks} times and ranked "
+                "against its own copies. Give each rank rows of its own, such as with "
+                "torch.utils.data.DistributedSampler. If they were gathered before, pass this rank's rows instead. "
+                "(gather_distributed=False is right only after a gather that carries the gradient, such as "
+                "fullrank.gather_rows; after dist.all_gather it leaves 1/W of the gradient.) Ranks that hold the same "
+                "rows on purpose, as with tensor parallelism, need group=.",
             )
 
     def _check_range(self, ends: list[float]) -> None:

@@ -214,7 +214,7 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
         # A score that is 0 everywhere is a hint of its own, and so is a pool without a positive.
         texts = [text for text in texts_of(call_of(make(), columns), 9, make_scores) if "the same rows" in text]
         assert len(texts) == number, (number, texts)
-        assert all(f"each row counts {world_size} times" in text for text in texts)
+        assert all(f"every row is counted {world_size} times" in text for text in texts)
     assert texts_of(call_of(make(validate_args=False), of_row), 3, lambda step: draw(step, 3)) == []
 
 
