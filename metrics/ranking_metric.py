@@ -97,7 +97,7 @@ class RankingMetric(GatheredMetric):
 
         Args:
             logits: (N, C) raw scores of any floating dtype, or (N,) when C = 1; half precision is kept as float32.
-            sample_weight: (N,) >= 0: a row of weight w counts as w rows, as in scikit-learn. None for 1.
+            sample_weight: (N,) >= 0: a row weighs as much as w rows, and weight 0 leaves it out. None for 1.
             preds, target: other names of ``logits`` and ``targets``, those of torchmetrics.
 
         Raises:

@@ -189,12 +189,14 @@ def local_pool(
         reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         iid_mask: (N,) bool, the rows that may set thresholds in partial AUC; None for all.
-        sample_weight: (N,) >= 0, finite: a row of weight w counts as w rows, as in scikit-learn, and one of weight 0
-            takes no part. A factor common to all weights has no effect.
+        sample_weight: (N,) >= 0, finite: a row weighs as much as w rows, in every sum. Writing it out w times differs
+            a little: copies tie with each other (average precision), and a threshold may move by one row (recall,
+            pairwise, trapezoid). A factor common to all has no effect. Weight 0 leaves a row out, except with
+            ``weighting="positives"``, where the weights of negatives are not read.
         indexes: (N,) integers, with C = 1: the query of each row.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
-        weighting: what ``sample_weight`` counts in: with ``"rows"`` everywhere, with ``"positives"`` only in the mean
-            over P, so that the weights of negatives have no effect.
+        weighting: where weights count: ``"rows"``, for every row; ``"positives"``, only in the mean over the positives,
+            as in imbalanced-losses.
         automatic: the temperature may be None.
 
     Raises:
