@@ -122,7 +122,7 @@ def check_batch(
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
-            fix = "The query of each row goes to indexes=; of a mask use iid_mask.bool()."
+            fix = "Pass the query of each row as indexes=. If this is a mask, use iid_mask.bool()."
             if iid_mask.is_floating_point():
                 fix = "Weights go to sample_weight=."
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
@@ -348,7 +348,9 @@ def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Ten
     if rows.ndim != 2 or rows.shape[1] == 0:
         fix = f"Use {name}.flatten(1)."
         if rows.ndim == 3:
-            fix = f"Use {name}.flatten(0, 1) if dim 1 is views or tokens, rows of their own, else {name}.flatten(1)."
+            labels = f" and labels.repeat_interleave({rows.shape[1]})" if name == "embeddings" else ""
+            views = f"{name}.flatten(0, 1){labels} if dim 1 is views or tokens, rows of their own"
+            fix = f"Use {views}, else {name}.flatten(1)."
         elif rows.ndim < 2:
             fix = f"Use {name}[None] for one row."
         raise ValueError(expected(name, "shape (N, D), D >= 1", rows, fix))

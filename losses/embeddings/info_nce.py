@@ -136,7 +136,9 @@ class InfoNCELoss(ContrastiveLoss):
                 check_temperature(self.temperature)
             self._checked("queries", queries, group)
             if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
-                fix = "Labels go to SupConLoss; of embeddings in integers use keys.float()."
+                fix = (
+                    "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
+                )
                 kind = ValueError if keys.is_floating_point() else TypeError
                 raise kind(expected("keys", "shape (N, D) of floats, one key for each query", keys, fix))
             self._checked("keys", keys, group)

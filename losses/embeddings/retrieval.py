@@ -193,7 +193,8 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
         labels = labels[:, 0]
     if tuple(labels.shape) != (count,):
         what = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
-        raise ValueError(expected("labels", what, labels))
+        fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
+        raise ValueError(expected("labels", what, labels, fix))
     check_device("labels", labels, embeddings, "embeddings")
     return labels.to(torch.int64)
 

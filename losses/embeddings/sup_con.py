@@ -14,7 +14,7 @@ from ...distributed.exchange import Exchange
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
-from ...errors import check_temperature
+from ...errors import check_temperature, expected
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
@@ -95,6 +95,9 @@ class SupConLoss(ContrastiveLoss):
             has_views = has_views and embeddings.shape[1] > 0
             if has_views:
                 self._check_not_gathered(group, embeddings=embeddings)
+            elif isinstance(embeddings, Tensor) and not embeddings.is_nested and embeddings.ndim > 3:
+                fix = "Use embeddings.flatten(2) if dim 1 is views, else embeddings.flatten(1)."
+                raise ValueError(expected("embeddings", "shape (N, D) or (N, V, D)", embeddings, fix))
             rows = self._checked("embeddings", embeddings.flatten(0, 1) if has_views else embeddings, group)
             targets = checked_labels(labels, embeddings)
             weight, check = weight_of_rows(sample_weight, embeddings, "embeddings", self.validate_args)

@@ -88,7 +88,7 @@ VALUES: dict[str, list[tuple[str, type[Exception], list[tuple[Any, str]]]]] = {
         ("sample_weight", V, [(torch.ones(8, 3), r"\(8, 3\)"), (ends(ONES, -1.0), "-1")]),
         ("sample_weight", V, [(ONES[:, None], r"Use sample_weight\.squeeze\(1\)")]),
         ("sample_weight", V, [(ends(ONES, NAN), "nan"), (ends(ONES, INF), "inf")]),
-        ("iid_mask", T, [(ONES, "Weights go to sample_weight="), (TARGETS, "query of each row goes to indexes=")]),
+        ("iid_mask", T, [(ONES, "Weights go to sample_weight="), (TARGETS, "Pass the query of each row as indexes=")]),
         ("logits", T, [(LOGITS.to_mkldnn(), r"torch\._mkldnn\. Use logits\.to_dense\(\)")]),
         ("logits", T, [(nested, r"a nested one\. .*torch\.cat\(logits\.unbind\(\)\)") for nested in NESTED]),
     ],
@@ -331,11 +331,14 @@ ADVICE: dict[str, Callable[[], object]] = {
     "got the keyword num_item. Use num_items": lambda: causal_lm_loss(TOKENS, NEXT, num_item=3),
     "Use ignore_index": lambda: causal_lm_loss(TOKENS, NEXT, ignore_idx=3),
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),
-    r"keys: expected shape .*Labels go to SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS),
+    r"keys: expected shape .*If these are labels, use SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS),
     r"keys: expected shape .*got a float32.*SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS.float()),
-    r"\(8, 1, 3\)\. Use embeddings.flatten\(0, 1\) if dim 1": lambda: RetrievalSmoothAPLoss()(LOGITS[:, None], TARGETS),
+    r"flatten\(0, 1\) and labels.repeat_interleave\(1\) if": lambda: RetrievalSmoothAPLoss()(LOGITS[:, None], TARGETS),
     r"\(8, 0, 3\)\. Use embeddings.flatten\(0, 1\)": lambda: SupConLoss()(LOGITS[:, None][:, :0], TARGETS),
-    r"labels: expected shape \(4,\)": lambda: SupConLoss()(LOGITS.view(4, 2, 3), TARGETS),
+    r"labels: expected shape \(4,\).*one label per row": lambda: SupConLoss()(LOGITS.view(4, 2, 3), TARGETS),
+    r"shape \(N, D\) or \(N, V, D\), got .*flatten\(2\) if dim 1 is views, else": lambda: SupConLoss()(
+        LOGITS.view(4, 2, 3, 1), TARGETS[:4]
+    ),
     "^RetrievalSmoothAPLoss: too many positional arguments$": lambda: RetrievalSmoothAPLoss(0.1, "sum", -1, None, 5),
 }
 
