@@ -159,7 +159,11 @@ class BatchSampler(Sampler[list[int]]):
 
 def checked_classes(name: str, targets: Any) -> Tensor:
     """Return the class of each row, (N,) integers or bools on the host, or raise ValueError."""
-    classes = torch.as_tensor(targets).detach().cpu()
+    try:
+        classes = torch.as_tensor(targets).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):  # such as of strings
+        fix = f"Number the classes, such as by numpy.unique({name}, return_inverse=True)[1]."
+        raise ValueError(expected(name, "integers of shape (N,)", targets, fix)) from None
     if classes.numel() == 0:
         fix = "Pass those of the whole data set."
         raise ValueError(expected(name, "at least one row", Words("none"), fix))

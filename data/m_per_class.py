@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.group import Group
-from ..errors import Words, check_count, check_int, expected
+from ..errors import Words, check_count, check_int, expected, warn
 from .batch_sampler import BatchSampler, checked_classes, repeated_shuffles
 
 
@@ -23,7 +23,7 @@ class MPerClassSampler(BatchSampler):
 
     All classes are used once before one is used again, whatever their sizes, and all rows of a class too. The ranks
     have different classes in a step, if there are enough. A row occurs twice in a batch only if its class has fewer
-    than m rows.
+    than m rows. A class of one row warns: set labels that occur once to ``ignore_index`` here.
 
     Args:
         labels: (N,) or (N, 1), the class of each row of the whole data set, on every rank; ints, bools, whole floats.
@@ -78,8 +78,14 @@ class MPerClassSampler(BatchSampler):
             got = Words(f"{len(found)} classes")
             raise ValueError(expected("labels", f"at least {batch_size // m} classes, batch_size / m", got, fix))
         if int(counts.max()) < 2:
-            fix = "No loss finds another row of a label then. Pass the same label for rows that belong together."
+            fix = "No row then has another one of its label. Pass the same label for rows that belong together."
             raise ValueError(expected("labels", "a class with two rows", Words("one row of each class"), fix))
+        single = int((counts == 1).sum())
+        if single:
+            warn(
+                f"MPerClassSampler: {single} of {len(counts)} classes have a single row, which a batch then has {m} "
+                "times: copies as positives teach nothing. Set labels that occur once to ignore_index in the sampler."
+            )
         self.num_rows = len(kept)
         self._rows = kept[classes[kept].argsort(stable=True)]  # those of the first class, of the second, ...
         self._counts = counts

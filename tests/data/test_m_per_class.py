@@ -15,8 +15,8 @@ from fullrank.data import MPerClassSampler
 
 
 def make_labels(num_classes: int = 20, ignored: int = 3) -> Tensor:
-    """Return labels of classes with 1, 2, 3, ... rows in a mixed order, and some that are ignored."""
-    labels = torch.arange(num_classes).repeat_interleave(torch.arange(num_classes) + 1)
+    """Return labels of classes with 2, 2, 3, 4, ... rows in a mixed order, and some that are ignored."""
+    labels = torch.arange(num_classes).repeat_interleave((torch.arange(num_classes) + 1).clamp_min(2))
     labels = torch.cat([labels * 7, torch.full((ignored,), -100)])
     return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
 
@@ -41,7 +41,7 @@ def test_every_batch_has_m_rows_of_each_of_its_classes(rank: int, num_classes: i
         assert classes.min() >= 0
         for label in classes.tolist():
             chosen = {row for row in rows if labels[row] == label}
-            assert len(chosen) == min(3, label // 7 + 1)  # a class with fewer rows repeats them
+            assert len(chosen) == min(3, max(2, label // 7 + 1))  # a class with fewer rows repeats them
         step = torch.tensor(everyone(rows))
         in_step = labels[step.flatten()].unique()
         assert len(in_step) == min(4 * world_size, num_classes)  # other classes on every rank
@@ -61,6 +61,13 @@ def test_rows_of_a_class_are_used_once_before_one_is_used_again() -> None:
     assert torch.bincount(torch.tensor(drawn))[:7].tolist() == [2] * 7
     assert set(torch.bincount(torch.tensor(drawn))[7:].tolist()) <= {3, 4}
     assert len(MPerClassSampler(labels, 2, 4)) == 11 // 4
+
+
+def test_classes_of_a_single_row_give_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"2 of 4 classes have a single row, .* 3 times: .* to ignore_index") as caught:
+        MPerClassSampler([0, 0, 1, 2, 3, 3, 3, -100], 3, 6)
+    assert len(caught) == 1
+    MPerClassSampler([0, 0, -100, -100, 3, 3, 3, -100], 3, 6)  # a warning is an error here
 
 
 def test_control_a_shuffled_batch_has_few_pairs() -> None:
@@ -118,6 +125,11 @@ def test_it_resumes_within_an_epoch() -> None:
         (([0, 1, 2, 3], 2, 4), ValueError, "labels: expected a class with two rows"),
         (([-100, -100], 2, 4), ValueError, "at least 2 classes"),
         (([0.5, 1.0], 2, 4), ValueError, "labels: expected integers of shape"),
+        (
+            (["a", "b"], 2, 4),
+            ValueError,
+            r"expected integers of shape .*got \['a', 'b'\]. Number .*numpy.unique\(labels",
+        ),
         (([], 2, 4), ValueError, "labels: expected at least one row, got none"),
     ],
 )
