@@ -24,7 +24,7 @@ from ..distributed.group import (
 )
 from ..distributed.header import Checksum, State
 from ..distributed.torch_private import not_compiled
-from ..errors import check_count, expected
+from ..errors import check_count, check_temperature, expected
 from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows, check_saved_queues
 from .arguments import completed
@@ -204,7 +204,8 @@ class CurrentTemperature(DistributedLoss):
         """Restore what :meth:`get_extra_state` returned."""
         if self.has_temperature:
             saved = float(state["temperature"])
-            self.temperature = None if saved < 0 else saved
+            name = "temperature of the saved state"
+            self.temperature = None if saved < 0 else check_temperature(saved, name=name)
 
 
 # For `HoldsQueue._facts`: the attributes that decide the facts, and the types whose values cannot change in place.

@@ -337,8 +337,9 @@ class RankingLoss(HoldsQueue):
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self._num_draws = int(state["num_draws"])
+        num_draws = check_count("num_draws of the saved state", state["num_draws"], 0)
         super().set_extra_state(state)
+        self._num_draws = num_draws
 
     @property
     def _shown(self) -> tuple[str, ...]:

@@ -357,6 +357,15 @@ def test_a_damaged_state_is_refused_and_nothing_changes(field: str) -> None:
         assert torch.equal(loss(*rows(8, 9)), copy.deepcopy(source)(*rows(8, 9)))
 
 
+@pytest.mark.parametrize(("field", "value"), [("temperature", float("nan")), ("num_draws", -1)])
+def test_damaged_numbers_of_a_loss_are_refused_by_name(field: str, value: float) -> None:
+    loss = damaged_loss()
+    before = loss.state_dict()
+    with pytest.raises(ValueError, match=f"{field} of the saved state: expected"):
+        loss.load_state_dict({**before, "_extra_state": {**before["_extra_state"], field: value}})
+    assert str(loss.state_dict()) == str(before)
+
+
 @on_ranks()
 def test_a_rank_with_a_damaged_state_does_not_continue_in_silence(rank: int) -> None:
     """It raises where it loads, and the next step raises everywhere; with the state that was saved all continue."""
