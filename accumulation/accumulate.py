@@ -345,11 +345,12 @@ class Step:
             if self._error is not None:
                 raise self._error
             if self._num_added is not None and (number := as_numbers([self._num_added])[0]):
-                what = "no gradient from before step.backward(loss)"
-                got = Words(f"one with {number:.0f} elements that are not 0")
+                what = "gradients that have not changed since the loop began"
+                got = Words(f"{number:.0f} changed elements before step.backward(loss)")
                 fix = (
-                    "A backward inside the loss is not divided by the count: return the loss without calling one in "
-                    "it. Back-propagate what is not to be divided after step.backward(loss)."
+                    "The loss has probably called backward itself, and that part would not be divided by the count: "
+                    "let it return a loss with its graph. What must stay undivided, such as a penalty, calls backward "
+                    "only after step.backward(loss)."
                 )
                 raise RuntimeError(expected("loss of micro-batch 0", what, got, fix))
             items = [check_amount("num_items", number) for number in as_numbers(self._items)]

@@ -39,7 +39,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
 
     Without a library there is no warning: there may be no compiler.
     """
-    choice, path = os.environ.get("FULLRANK_NATIVE", "1"), Path(__file__).with_name("sums.library")
+    choice, path = os.environ.get("FULLRANK_NATIVE") or "1", Path(__file__).with_name("sums.library")
     if choice.lower() not in _CHOICES:
         raise ValueError(expected("FULLRANK_NATIVE", "0, 1, true, false, on or off", choice))
     if not (_CHOICES[choice.lower()] and path.exists()):

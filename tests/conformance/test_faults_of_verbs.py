@@ -211,7 +211,7 @@ LOCAL_LOOPS = {
     "number in 0": looped(0, _number, "TypeError", "loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
     "no graph in 1": looped(1, _no_graph, "ValueError", f"loss of micro-batch 1: {_A_GRAPH}"),
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
-    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected no gradient from before step.b"),
+    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed"),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
 }
 SKIPPED = {
