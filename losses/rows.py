@@ -400,8 +400,8 @@ def query_weight(weight: Tensor | None, reduction: str) -> Tensor | None:
     return weight / weight_unit(weight) if reduction == "mean" else weight
 
 
-def weight_unit(weight: Tensor) -> Tensor:
-    """Return the power of two next below the largest weight, float32 or float64, a scalar.
+def weight_unit(weight: Tensor, dim: int | None = None) -> Tensor:
+    """Return the power of two next below the largest weight, float32 or float64, a scalar or that along ``dim``, kept.
 
     Divided by it, which changes no digit, the largest weight is in [1, 2). So no sum overflows, and weights that the
     dtype of the scores cannot represent, such as exp(-200), can be converted to it.
@@ -409,7 +409,8 @@ def weight_unit(weight: Tensor) -> Tensor:
     if weight.numel() == 0:
         return weight.new_ones(())
     dtype, exponent = _EXPONENT[weight.dtype]
-    return (weight.amax().view(dtype) & exponent).view(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
+    largest = weight.amax() if dim is None else weight.amax(dim, keepdim=True)
+    return (largest.view(dtype) & exponent).view(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def scaled_weight(weight: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:

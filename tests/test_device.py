@@ -137,10 +137,10 @@ LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "some ignored, weighted"])
+@pytest.mark.parametrize("kind", ["all", "some ignored, weighted", "some of weight 0"])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_pools_equal_those_of_the_cpu(
-    name: str, masked: bool, dtype: torch.dtype, limits: dict[torch.dtype, float]
+    name: str, kind: str, dtype: torch.dtype, limits: dict[torch.dtype, float]
 ) -> None:
     num_rows, num_classes, share = LARGE[name]
     generator = torch.Generator().manual_seed(3)
@@ -150,8 +150,11 @@ def test_large_pools_equal_those_of_the_cpu(
     targets = torch.randint(0, num_classes, (num_rows,), generator=generator)
     if share is not None:
         targets = (torch.rand(num_rows, generator=generator) < share).long()
-    weight = torch.rand(num_rows, generator=generator).to(dtype) if masked else None
-    targets[::7] = -100 if masked else targets[::7]
+    weight = None if kind == "all" else torch.rand(num_rows, generator=generator).to(dtype)
+    if kind == "some ignored, weighted":
+        targets[::7] = -100
+    elif weight is not None:
+        weight[::3] = 0
     results = []
     for device in ("cpu", DEVICE):
         leaf = logits.detach().to(device).requires_grad_()
@@ -161,6 +164,22 @@ def test_large_pools_equal_those_of_the_cpu(
         results.append((value.detach().cpu(), leaf.grad.cpu()))
     for theirs, ours in zip(*results):
         assert error(ours.double(), theirs.double()) <= limits[dtype]
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-80, 1e80])
+@pytest.mark.parametrize("device", ["cpu", DEVICE], ids=["cpu", "sim"])
+def test_within_a_query_the_ratios_of_weights_count(device: str | torch.device, scale: float) -> None:
+    """Also where float32, the dtype of the scores, cannot represent the weights of one query beside another's."""
+    scores = torch.randn(12, 1, generator=torch.Generator().manual_seed(0))
+    targets, queries = torch.tensor([1, 0, 1, 0, 0, 1] * 2), torch.arange(2).repeat_interleave(6)
+    weight, results = torch.arange(1.0, 13.0, dtype=torch.float64), []
+    for factor in (1.0, scale):
+        leaf = scores.detach().to(device).requires_grad_()
+        given = {"sample_weight": (weight * torch.tensor([1.0, factor], dtype=torch.float64)[queries]).to(device)}
+        value = smooth_ap(leaf, targets.to(device), 0.3, indexes=queries.to(device), **given)
+        value.backward()
+        results.append(torch.cat([value.detach().cpu()[None], leaf.grad.cpu()[:, 0]]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("count", [256, 700, 256 * 256 + 300])

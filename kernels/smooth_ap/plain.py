@@ -72,7 +72,7 @@ def plain_loss_and_gradient(
     total_mass = (
         mass.sum(dim=1, keepdim=True) if weight is not None and key_weight is None else numbers[:, :1]
     )  # [C, 1]
-    valid = total_mass[:, 0] * numbers[:, 1] < 0
+    valid = torch.logical_and(total_mass[:, 0], numbers[:, 1])  # a product of weights may underflow
     # This makes a class with a NaN score NaN, even without a positive whose sums would be NaN.
     tiny = torch.finfo(scores.dtype).tiny
     share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))

@@ -55,14 +55,15 @@ class Pool:
     Attributes:
         iid: (M,) bool, None for all True.
         indexes: (M,) int64, the query of each row, with C = 1; None for one query.
-        num_positive: of a single class; None if the host does not know.
+        num_positive: of a single class; None if the host does not know, as where a row of weight 0 takes no part.
     """
 
     def __init__(
         self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all", weighting: str = "rows"
     ) -> None:
         self.rows, self.live, self.weighting = rows, live, weighting
-        self.iid, self.indexes, self.num_positive = rows.iid_mask, rows.indexes, rows.num_positive
+        self.iid, self.indexes = rows.iid_mask, rows.indexes
+        self.num_positive = rows.num_positive if rows.sample_weight is None or weighting != "rows" else None
         self.drops_queued_positives = live is not None and queue_keep == "negatives"
         self._with_grad = torch.is_grad_enabled()  # the scores are made later, in the grad mode of the call
 

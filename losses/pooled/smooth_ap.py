@@ -9,7 +9,7 @@ from ...distributed.torch_private import not_compiled
 from ...errors import expected
 from ...kernels.smooth_ap.sums import smooth_ap_of_rows, smooth_ap_sums
 from ..arguments import completed
-from ..rows import compute_dtype
+from ..rows import compute_dtype, scaled_weight, weight_unit
 from .base import RankingLoss
 from .pool import PerClass, Pool, Reduction, Weighting, at_temperature, local_pool, reduce_values
 from .query_blocks import query_blocks
@@ -114,7 +114,10 @@ def _of_queries(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
     values = values + scores[:0].sum()  # connects the loss to the rows even without a block
     for block in blocks:
         member = block.present if pool.member is None else block.take(pool.member[0])
-        weight = None if pool.weight is None else block.take(pool.weight)
+        weight = None
+        if pool.weight is not None and pool.rows.sample_weight is not None:  # their ratios within a query count
+            of_rows = block.take(pool.rows.sample_weight)
+            weight = scaled_weight(of_rows, weight_unit(of_rows, dim=1), scores.dtype)
         block_values, block_valid = smooth_ap_sums(
             block.take(scores),
             block.take(positive),
