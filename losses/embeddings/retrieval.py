@@ -169,7 +169,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             if self.validate_args and self.training and self._hints.count_call():
                 self._hints.observe_valid(valid, NO_RANKING)
                 if group is not None:
-                    self._hints.observe_ranks(group.size(), rows)
+                    self._hints.observe_ranks(agreed.rows, rows)
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
         return loss if group is None else note_kind(loss, over_ranks=True)

@@ -126,7 +126,7 @@ class SupConLoss(ContrastiveLoss):
                 live = self._comparable(live)
         is_observed = self.validate_args and self.training and self._hints.count_call()
         if is_observed and group is not None:
-            self._hints.observe_ranks(group.size(), gathered)
+            self._hints.observe_ranks(agreed.rows, gathered)
         needs_grad = torch.is_grad_enabled() and rows.requires_grad
         local = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad, is_observed)
         loss = self._sum_over_ranks(local, [rows], agreed, exchange)

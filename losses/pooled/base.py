@@ -10,7 +10,7 @@ All of them make the same step, ``RankingLoss._step``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
@@ -208,7 +208,7 @@ class RankingLoss(HoldsQueue):
 
     def _step(self, given: Given, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
-        live = self._check_and_gather(given)
+        live, counts = self._check_and_gather(given)
         pool = self._make_pool(live)
         is_hinted = self.validate_args and self.training and has_values(live.logits)
         of_queries = live.indexes is not None
@@ -216,9 +216,8 @@ class RankingLoss(HoldsQueue):
         is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
-        group = self._resolve_group() if is_observed else None
-        if group is not None:
-            self._hints.observe_ranks(group.size(), live.tensors)
+        if is_observed and counts is not None:
+            self._hints.observe_ranks(counts, live.tensors)
         if is_observed and of_queries:
             self._hints.observe_valid(per_class.valid, NO_QUERY)
         elif is_observed:
@@ -228,13 +227,16 @@ class RankingLoss(HoldsQueue):
 
     # The steps of a call, in the order in which they run.
 
-    def _check_and_gather(self, given: Given) -> Batch:
-        """Return the checked rows of all ranks. If the checks fail on one rank, every rank raises."""
+    def _check_and_gather(self, given: Given) -> tuple[Batch, Sequence[int] | None]:
+        """Return the checked rows of all ranks and how many each brought, None without a group.
+
+        If the checks fail on one rank, every rank raises.
+        """
         call, group = type(self).__name__, self._resolve_group()
         if not torch.compiler.is_compiling():
             refuse_in_backward(call)
         if group is None:
-            return self._check(given, None)
+            return self._check(given, None), None
 
         def bring() -> Offer[None]:
             live = self._check(given, group)
@@ -242,7 +244,7 @@ class RankingLoss(HoldsQueue):
             return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-        return Batch.of_all(agreed.tensors, agreed.totals, self._rule)
+        return Batch.of_all(agreed.tensors, agreed.totals, self._rule), agreed.rows
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
         """Return the rows of this rank, checked."""

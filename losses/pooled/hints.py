@@ -16,6 +16,7 @@ from .pool import PerClass, Pool
 _EMPTY_CALLS = 20  # calls in a row without a valid class
 _SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
 _FEW_ROWS = 16  # with fewer rows the range of the scores does not tell probabilities from logits
+_COPIED_ROWS = 16  # of one rank, and at least two calls: few rows of few values may be equal by chance
 _WIDE = 0.5  # scores in [0, 1] with a smaller range may be those of an untrained network
 _FEW_POSITIVES = 20  # with fewer, all of them may have no gradient by chance
 _NO_GRADIENT = 1e-6  # times the largest gradient of the class; a gradient up to it counts as none
@@ -67,6 +68,7 @@ class Hints:
         self._loss = loss
         self._warned: set[str] = set()
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
+        self._copied_calls = self._copied_rows = 0
         self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []  # each with what to call when it is there
 
     def __getstate__(self) -> dict[str, object]:
@@ -130,23 +132,25 @@ class Hints:
         if self._empty_calls == _EMPTY_CALLS:
             self._warn_once("empty", f"{empty.what} in {_EMPTY_CALLS} calls in a row, so the loss was 0. {empty.fix}")
 
-    def observe_ranks(self, num_ranks: int, tensors: Sequence[Tensor | None]) -> None:
-        """Look whether all ranks passed the same rows: ``tensors`` have those of all ranks, in rank order.
+    def observe_ranks(self, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        """Look whether all ranks passed the same rows: ``tensors`` have the ``counts`` rows of all, in rank order.
 
         Rows that are all equal within a rank tell nothing, such as the scores of a network whose last layer is 0.
         """
         rows = [tensor.detach() for tensor in tensors if tensor is not None]
-        count = rows[0].shape[0] // num_ranks
-        if not self._looks_for_all or "copies" in self._warned or rows[0].shape[0] != count * num_ranks or count < 2:
+        count, num_ranks = counts[0], len(counts)
+        if not self._looks_for_all or "copies" in self._warned or count < 2 or min(counts) != max(counts):
             return
         are_copies = (rows[0][:count] != rows[0][:1]).any()
         for tensor in rows:
             of_ranks = tensor.reshape(num_ranks, count, -1)
             are_copies = are_copies & (of_ranks == of_ranks[:1]).all()
-        self._read(are_copies[None], lambda found: self._warn_of_copies(bool(found[0]), num_ranks))
+        self._read(are_copies[None], lambda found: self._count_copies(bool(found[0]), count, num_ranks))
 
-    def _warn_of_copies(self, are_copies: bool, num_ranks: int) -> None:
-        if are_copies:
+    def _count_copies(self, are_copies: bool, count: int, num_ranks: int) -> None:
+        self._copied_calls = self._copied_calls + 1 if are_copies else 0
+        self._copied_rows = self._copied_rows + count if are_copies else 0
+        if self._copied_calls > 1 and self._copied_rows >= _COPIED_ROWS:
             self._warn_once(
                 "copies",
                 f"all {num_ranks} ranks passed the same rows, so every row is counted {num_ranks} times and ranked "

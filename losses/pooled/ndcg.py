@@ -137,15 +137,17 @@ class NDCGLoss(CurrentTemperature):
             return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors)
 
         if group is None:
-            rows = agree_on(call, None, bring).value
+            agreed = agree_on(call, None, bring)
+            rows = agreed.value
         else:
-            rows = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction).tensors
+            agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
+            rows = agreed.tensors
         loss = note_kind(self._loss(*rows), over_ranks=group is not None)
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call(per_query=indexes is not None):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
             if group is not None:
-                self._hints.observe_ranks(group.size(), rows)
+                self._hints.observe_ranks(agreed.rows, rows)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -189,7 +189,10 @@ def test_micro_batches_of_accelerate_warn_once(monkeypatch, make, of_row, is_fin
 @pytest.mark.parametrize("kind", POOLED)
 @on_ranks()
 def test_rows_that_all_ranks_share_warn_once(rank, kind):
-    """Also rows that torch has gathered; not rows of the ranks' own, equal rows, or with other targets."""
+    """Also rows that torch has gathered; not rows of the ranks' own, equal rows, or with other targets.
+
+    Not where they are the same in one call alone, and not where one rank has the same rows twice and the others none.
+    """
     make, of_row, _ = POOLED[kind]
     world_size = dist.get_world_size()
 
@@ -201,6 +204,8 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
         return torch.cat(parts).requires_grad_()
 
     gathered_columns = [column.repeat(world_size, *[1] * (column.ndim - 1)) for column in of_row]
+    repeats = world_size if rank == 0 else 0
+    blocks = [column.repeat(repeats, *[1] * (column.ndim - 1)) for column in of_row]
     other = [column.roll(rank, 0) for column in of_row]
     own = other if kind == "InfoNCE" else of_row  # keys are rows too
     cases = [
@@ -209,6 +214,8 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
         (0, own, lambda step: draw(100 * step + rank, 3)),
         (0, own, lambda step: (draw(step, 3) * 0 + 0.1).detach().requires_grad_()),
         (0, other, lambda step: draw(step, 3)),
+        (0, own, lambda step: draw(step if step % 4 == 0 else 100 * step + rank, 3)),  # step 1 is looked at too
+        (0, blocks, lambda step: draw(step, 3).detach().repeat(repeats, 1).requires_grad_()),
     ]
     for number, columns, make_scores in cases:
         # A score that is 0 everywhere is a hint of its own, and so is a pool without a positive.
