@@ -41,7 +41,10 @@ NO_QUERY = Empty(
     "Keep the rows of a query in one batch, such as with fullrank.data.MPerClassSampler(indexes, m, batch_size), or "
     "use larger batches.",
 )
-NO_GRADES = NO_QUERY._replace(what="no query had rows of different relevance, of which one is above 0")
+NO_GRADES = Empty(
+    "no query had rows of different relevance, of which one is above 0",
+    f"{NO_QUERY.fix} If no row has a relevance above 0, look at the targets.",
+)
 NO_PAIR = Empty(
     "no row had another one of its label",
     "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
@@ -88,7 +91,8 @@ class Hints:
         self._calls += 1
         if self._looks_for_all:
             if not per_query and _accelerate_accumulates():
-                fix = "a Trainer has PooledLossMixin of fullrank.integrations for it"
+                mixins = "fullrank.integrations.transformers.PooledLossMixin (or .sentence_transformers)"
+                fix = f"a Trainer has {mixins} for it"
                 self._warn_once("accumulation", accumulation_hint("gradient_accumulation_steps", fix))
             if pool is not None:
                 _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
@@ -223,8 +227,8 @@ def accumulation_hint(argument: str, how: str) -> str:
     """Return the hint for a pooled loss of each micro-batch; ``argument`` is what the framework calls their number."""
     return (
         f"{argument} is greater than 1, so each call compares the rows of one micro-batch alone, and the losses are "
-        "averaged. That is not the loss of all rows: use fullrank.pooled_backward for the micro-batches of a step "
-        f"({how}), or larger batches and {argument}=1."
+        "averaged or added up. That is not the loss of all rows: use fullrank.pooled_backward for the micro-batches of "
+        f"a step ({how}), or larger batches and {argument}=1."
     )
 
 

@@ -114,7 +114,7 @@ PAIRLESS = {
     "Retrieval": (RetrievalSmoothAPLoss, (EACH,), (PAIRS,), "another one of its label and one of another label"),
     "Retrieval, one label": (RetrievalSmoothAPLoss, (NONE,), (PAIRS,), "fullrank.data.MPerClassSampler"),
     "NDCG, one row a query": (NDCGLoss, (EACH, EACH), (EACH, PAIRS), "rows of different relevance"),
-    "NDCG, equal relevance": (NDCGLoss, (NONE + 3,), (EACH,), "fullrank.data.MPerClassSampler"),
+    "NDCG, equal relevance": (NDCGLoss, (NONE + 3,), (EACH,), "a relevance above 0, look at the targets"),
     "NDCG, ignored": (NDCGLoss, (NONE.clone().index_fill(0, EACH[1:], -100),), (EACH,), "rows of different relevance"),
     "AP, one row a query": (
         SmoothAPLoss,
