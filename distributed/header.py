@@ -56,6 +56,7 @@ _NUMBERS = itertools.count(1)  # of the agreements in this process, in the order
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
 _SAME_ARGUMENTS = "Pass the same kind of arguments on every rank."
+_SAME_PRESENCE = "Pass it on every rank or on none."
 
 
 class State(NamedTuple):
@@ -66,6 +67,12 @@ class State(NamedTuple):
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+class States(State):
+    """Several facts about state: the value is a dict of their texts. Messages show those that differ."""
+
+    __slots__ = ()
 
 
 class Checksum(NamedTuple):
@@ -110,6 +117,7 @@ class Offer(Generic[T]):
         check: a check of this rank's arguments that the host has not read.
         tensors: row-aligned, None for an absent one. They may differ between the ranks only in the number of rows,
             which replaces ``rows``. None if the call has no rows.
+        names: of ``tensors``, for messages.
         stays: do not send the rows of ``tensors`` with the header, because most calls do not need them on other ranks.
     """
 
@@ -120,6 +128,7 @@ class Offer(Generic[T]):
     checksum: Checksum | None = None
     check: DeviceCheck | None = None
     tensors: tuple[Tensor | None, ...] | None = None
+    names: tuple[str, ...] = ()
     stays: bool = False
 
 
@@ -215,7 +224,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
     if any(head[0] or head[1] != first_digest or head[3] != first_checksum for head in heads):
         facts: dict[str, object] = {"call": Words(call)}
         if own_error is None:
-            facts |= {**offer.facts, "tensors": parcel.described}
+            named = {name: Words(text) for name, text in zip(offer.names, parcel.described) if text is not None}
+            facts |= {**offer.facts, **(named if offer.names else {"tensors": parcel.described})}
         reports = _exchange_reports(heads, facts, own_error, ranks)
         joint = joint_error(call, group_ranks(ranks), heads, reports, checksum)
         joint.agreement = (id(ranks), number)
@@ -276,7 +286,7 @@ def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) 
 
 def digest(facts: Mapping[str, object]) -> int:
     """Return a signed 64-bit hash of the facts, the same in every process (``hash`` is salted per process)."""
-    return _hash_of(repr({name: fact.value if type(fact) is State else fact for name, fact in facts.items()}))
+    return _hash_of(repr({name: fact.value if isinstance(fact, State) else fact for name, fact in facts.items()}))
 
 
 @functools.lru_cache(maxsize=64)  # most calls repeat the facts of an earlier one
@@ -340,8 +350,14 @@ def _exchange_reports(
     own_report = None
     if ranks.rank() in places.values():
         reason = None if error is None else (public_class(error).__name__, reason_of(error))
-        advice = {name: fact.advice for name, fact in facts.items() if isinstance(fact, State)}
-        own_report = _Report(reason, {name: _cut(repr(fact)) for name, fact in facts.items()}, advice)
+        texts: dict[str, str] = {}
+        advice: dict[str, str] = {}
+        for name, fact in facts.items():
+            parts: Any = fact.value if isinstance(fact, States) else {name: repr(fact)}
+            texts |= {part: _cut(text) for part, text in parts.items()}
+            if isinstance(fact, State):
+                advice |= dict.fromkeys(parts, fact.advice)
+        own_report = _Report(reason, texts, advice)
     reports: list[Any] = [None] * ranks.size()
     with errors_naming(repr(facts["call"]), "the exchange of what went wrong", error):
         dist.all_gather_object(reports, own_report, group=ranks)
@@ -442,13 +458,16 @@ def disagreement(
         call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
     values = {key: [texts.get(key, "nothing") for texts in known] for key in keys}
     differing = [key for key in keys if len(set(values[key])) > 1]
+    absent = {key for key in differing if key not in advice and "nothing" in values[key]}  # an optional tensor
+    values |= {key: ["given" if key in texts else "None" for texts in known] for key in absent}
+    advice_of_all = dict.fromkeys(absent, _SAME_PRESENCE) | advice
     parts = []
     for key in differing:
         named, rest = _by_value(list(by_rank), values[key], "value")
         parts.append(f"{key}: {', '.join([f'{value} on {who}' for value, who in named] + rest)}")
     if unknown:
         parts.append(f"others on {_name_ranks(unknown)}")
-    fixes = dict.fromkeys(advice.get(key, _SAME_ARGUMENTS) for key in differing)
+    fixes = dict.fromkeys(advice_of_all.get(key, _SAME_ARGUMENTS) for key in differing)
     without_gradient = [{value.replace(WITH_GRADIENT, "") for value in values[key]} for key in differing]
     if "gradient" in differing or any(len(distinct) == 1 for distinct in without_gradient):
         fixes[ALONE] = None

@@ -28,7 +28,7 @@ from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from ..losses.base import compiled_where_local
 from ..losses.pooled.base import Given
 from ..losses.pooled.pool import LossWithClasses, PerClass, Pool, reduce_values
-from ..losses.rows import Batch
+from ..losses.rows import TENSORS, Batch
 from .shard import Shard, spread_over_shards, totals_of
 from .smooth_ap import smooth_ap_of_shard
 from .thresholds import recall_of_shard, trapezoid_of_shard
@@ -174,7 +174,7 @@ class ShardedLoss(nn.Module):
             check_rows(rows.tensors)
             pool = Pool(rows, weighting=loss.weighting)
             facts = loss._facts({"loss": type(loss).__name__})
-            return Offer((pool, rows), facts, totals=totals_of(pool), tensors=rows.tensors, stays=True)
+            return Offer((pool, rows), facts, totals=totals_of(pool), tensors=rows.tensors, names=TENSORS, stays=True)
 
         agreed = agree_on(CALL, group, bring)
         pool, rows = agreed.value

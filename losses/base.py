@@ -22,7 +22,7 @@ from ..distributed.group import (
     check_gradient_reduction,
     is_initialized,
 )
-from ..distributed.header import Checksum, State
+from ..distributed.header import Checksum, State, States
 from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_temperature, expected
 from ..kernels import native
@@ -146,17 +146,17 @@ class DistributedLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
-        return ", ".join(f"{name}={self._text_of(name)}" for name in self._shown)
+        return ", ".join(f"{name}={text}" for name, text in self._arguments().items())
 
-    def _arguments(self) -> str:
-        """Return the arguments that the ranks compare."""
-        return self.extra_repr()
+    def _arguments(self) -> dict[str, str]:
+        """Return the texts of the arguments that the ranks compare."""
+        return {name: self._text_of(name) for name in self._shown}
 
     def _shared_facts(self) -> dict[str, object]:
         """Return the facts of every loss that must be equal on all ranks."""
         return {
             "name": State(self.name, _SAME_ORDER),
-            "arguments": State(self._arguments(), SAME_ARGUMENTS),
+            "arguments": States(self._arguments(), SAME_ARGUMENTS),
             "kernels": State(
                 native.KERNELS, "Build the extension on every rank, or set FULLRANK_NATIVE=0 on all of them."
             ),
@@ -178,14 +178,11 @@ class CurrentTemperature(DistributedLoss):
         temperature: float | None = getattr(self, "temperature", None)
         return self._last_temperature if temperature is None else temperature
 
-    def _arguments(self) -> str:
-        return super().extra_repr()
-
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``, and the temperature, which the ranks compare as a fact of its own."""
         if not self.has_temperature:
-            return self._arguments()
-        text, last = f"{self._arguments()}, temperature={self.temperature}", self._last_temperature
+            return super().extra_repr()
+        text, last = f"{super().extra_repr()}, temperature={self.temperature}", self._last_temperature
         is_automatic = self.temperature is None and last is not None
         return f"{text} (automatic, {last:.4g} in the last call)" if is_automatic else text
 
@@ -206,6 +203,16 @@ class CurrentTemperature(DistributedLoss):
             saved = float(state["temperature"])
             name = "temperature of the saved state"
             self.temperature = None if saved < 0 else check_temperature(saved, name=name)
+
+
+class _Position(State):
+    """The position of a queue, whose fields messages name."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names = "pointer", "length", "rows so far", "has weights"
+        return f"({', '.join(f'{name} {number}' for name, number in zip(names, self.value))})"  # type: ignore[call-overload]
 
 
 # For `HoldsQueue._facts`: the attributes that decide the facts, and the types whose values cannot change in place.
@@ -260,7 +267,7 @@ class HoldsQueue(CurrentTemperature):
             **self._shared_facts(),
             "enqueues rows": State(self._enqueues, _SAME_MODE),
             "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
-            "queue": State(self.queue.position, SAME_QUEUE),
+            "queue": _Position(self.queue.position, SAME_QUEUE),
         }
 
     def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
@@ -279,7 +286,7 @@ class HoldsQueue(CurrentTemperature):
             facts = {**self._state(), **of_call}
             # Not setattr: that of nn.Module takes as long as an operator.
             vars(self)["_last_facts"] = values, types, facts
-        return {**facts, "queue": State(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
+        return {**facts, "queue": _Position(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
 
     def reset_queue(self) -> None:
         """Remove all queued rows. With several ranks, call it on every rank."""

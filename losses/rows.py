@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The row-aligned tensors, in the order of the fields."""
+        """The row-aligned tensors, in the order of ``TENSORS``."""
         return self[:5]
 
     @property
@@ -78,6 +78,9 @@ class Batch(NamedTuple):
         """Return the rows of ``index``."""
         iid_mask, weight, indexes = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
         return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete, rule=self.rule)
+
+
+TENSORS = Batch._fields[:5]  # the names of the row-aligned tensors
 
 
 def check_batch(

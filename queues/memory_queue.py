@@ -322,21 +322,21 @@ class MemoryQueue(nn.Module):
     def check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless :meth:`get_extra_state` of a queue with the same arguments returned ``state``."""
         empty = (
-            "start with an empty queue: remove the key that ends in 'queue._extra_state' and load with strict=False."
+            "To start with an empty queue, remove the key that ends in 'queue._extra_state' and load with strict=False."
         )
         missing = next((name for name in _SAVED if name not in state), None)
         if missing is not None:
-            fix = f"An earlier version saved it, or it is damaged: {empty}"
+            fix = f"An earlier version saved it, or it is damaged. {empty}"
             raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), fix))
         for name in _ARGUMENTS:
             if state[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
-                fix = f"Construct it with {name}={state[name]!r}{of_loss}, or {empty}"
+                fix = f"Construct it with {name}={state[name]!r}{of_loss}. {empty}"
                 raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
 
         def require(is_right: bool, name: str, what: str, value: object) -> None:
             if not is_right:
-                fix = f"The state is damaged, or was changed: load another, or {empty}"
+                fix = f"The state is damaged, or was changed: load another. {empty}"
                 raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
 
         capacity, columns = self.capacity, state["num_classes"] or 0
@@ -344,7 +344,7 @@ class MemoryQueue(nn.Module):
         least, most = 0, 2**63 - 1
         for name in _NUMBERS:
             is_right = isinstance(state[name], int) and least <= state[name] <= most
-            require(is_right, name, f"an int in [{least}, {most}]", state[name])
+            require(is_right, name, str(least) if least == most else f"an int in [{least}, {most}]", state[name])
             if name == "num_enqueued":
                 most = min(capacity, enqueued)
             elif name == "fill":  # the next row goes to the end until the ring is full
@@ -361,7 +361,7 @@ class MemoryQueue(nn.Module):
         dtype, has_weights = torch.float64 if state["is_double"] else torch.float32, bool(state["has_weights"])
         rows = QueueRows(logits.to(dtype), targets.to(self._targets.dtype), iid, weight if has_weights else None)
         found = _digest((pointer, fill, enqueued, has_weights), rows, state["checksum"])
-        require(found == state["contents"], "contents", repr(state["contents"]), found)
+        require(found == state["contents"], "hash", repr(state["contents"]), found)
 
     @torch.inference_mode(False)
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

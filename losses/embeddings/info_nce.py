@@ -153,7 +153,7 @@ class InfoNCELoss(ContrastiveLoss):
             facts: dict[str, object] = {}
             if group is not None:
                 of_call = {"queries": describe_rows(queries), "logit_scale is sharded": is_sharded}
-                facts = self._facts({**of_call, "with sample_weight": sample_weight is not None})
+                facts = self._facts(of_call if sample_weight is None else {**of_call, "sample_weight": True})
             weight, check = weight_of_rows(sample_weight, queries, "queries", self.validate_args)
             totals: list[Tensor | float] = [0.0, 0.0]
             if weight is not None and not weight.is_meta:
@@ -161,7 +161,7 @@ class InfoNCELoss(ContrastiveLoss):
                 totals = [(weight / unit).sum(), unit]
             totals += [] if learned is None or is_sharded or group is None else [learned.detach()]
             tensors = (keys, queries) if self.symmetric else (keys,)
-            return Offer(weight, facts, len(keys), totals, self._checksum, check, tensors)
+            return Offer(weight, facts, len(keys), totals, self._checksum, check, tensors, ("keys", "queries"))
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)

@@ -26,6 +26,7 @@ from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_va
 from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
 
+TENSORS = "embeddings", "labels", "sample_weight"  # the row-aligned arguments
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, computing all queries on each rank is faster than an exchange
 
@@ -153,7 +154,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             rows, targets = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
             weight, check = weight_of_rows(sample_weight, rows, "embeddings", True)
             facts, tensors = {} if group is None else self._facts({}), (rows, targets, weight)
-            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors)
+            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
 
         agreed, split = agree_on(call, group, bring), None
         rows = agreed.value

@@ -21,7 +21,7 @@ from ..base import DistributedLoss, GroupOptions
 from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
 from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
-from .retrieval import checked_labels
+from .retrieval import TENSORS, checked_labels
 
 
 @completed()
@@ -112,7 +112,7 @@ class SupConLoss(ContrastiveLoss):
                 weight = None if weight is None else weight.index_select(0, kept)
             facts = {} if group is None else self._facts({})
             tensors = rows, targets, weight
-            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors)
+            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
 
         agreed = agree_on(call, group, bring)
         rows, targets, weight = agreed.value

@@ -25,7 +25,7 @@ from ...errors import check_choice, check_count, check_int, check_temperature, e
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
-from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values
+from ..rows import TENSORS, Batch, TargetRule, check_batch, compute_dtype, has_values
 from .hints import NO_QUERY, Hints, Setting
 from .pool import (
     REDUCTIONS,
@@ -240,8 +240,8 @@ class RankingLoss(HoldsQueue):
 
         def bring() -> Offer[None]:
             live = self._check(given, group)
-            facts = self._facts({"with indexes": given.indexes is not None})
-            return Offer(None, facts, totals=live.counts, checksum=self._checksum, tensors=live.tensors)
+            facts, checksum = self._facts({}), self._checksum
+            return Offer(None, facts, totals=live.counts, checksum=checksum, tensors=live.tensors, names=TENSORS)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         return Batch.of_all(agreed.tensors, agreed.totals, self._rule), agreed.rows

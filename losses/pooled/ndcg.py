@@ -134,7 +134,8 @@ class NDCGLoss(CurrentTemperature):
             weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
             checks = [check for check in (self._relevance_check(rows[1]), of_weight) if check is not None]
             tensors = *rows, weight
-            return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors)
+            names = "logits", "relevance", "indexes", "sample_weight"
+            return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors, names=names)
 
         if group is None:
             agreed = agree_on(call, None, bring)

@@ -59,8 +59,9 @@ class SummedLoss(DistributedLoss):
                 self._check_not_gathered(group, inputs=inputs, targets=targets)
             elements.append(self.elements(inputs, targets, sample_weight))
             dtype = str(inputs.dtype).removeprefix("torch.")
-            weighted = sample_weight is not None
-            facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], "sample_weight": weighted}
+            facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2]}
+            if sample_weight is not None:
+                facts["sample_weight"] = True
             values, divisor, unit, check = elements[0]
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)

@@ -75,12 +75,13 @@ _BAD_ROWS = {
     "mask dtype": _given("iid_mask", lambda n: torch.ones(n), "TypeError", "iid_mask: expected a bool tensor"),
     **_WEIGHTS,
 }
+_PRESENCE = ". Pass it on every rank or on none."
 _ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 _DIFFERENT_ROWS = {
     "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
     "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
-    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", "bool (N) on cpu"),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
+    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", _PRESENCE),
 }
 _BAD_INPUTS = {
     "integer inputs": _wrong("inputs", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
@@ -101,7 +102,7 @@ _CLASS_INPUTS = {
     "class out of range": _wrong("targets", lambda y: y - 7, "ValueError", "targets: expected class indices in [0, 3)"),
 }
 _DIFFERENT_ELEMENTS = _DIFFERENT_INPUTS | {
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "sample_weight: ")
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE)
 }
 _BINARY_INPUTS = {
     "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
@@ -117,8 +118,8 @@ _BAD_QUERIES = {
     "indexes elsewhere": _wrong("indexes", lambda i: i.to("meta"), "ValueError", _FOREIGN + "cpu"),
 }
 _DIFFERENT_QUERIES = {
-    "indexes": _wrong("indexes", lambda i: None, "ValueError", "with indexes: "),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
+    "indexes": _wrong("indexes", lambda i: None, "ValueError", "got indexes: "),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
 }
 _BAD_EMBEDDINGS = {
     "not a tensor": _wrong("embeddings", lambda x: x.tolist(), "TypeError", "embeddings: expected a tensor"),
@@ -136,7 +137,7 @@ _DIFFERENT_EMBEDDINGS = {
     "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
     "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", _ALONE),
     "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "float64 (N) on cpu"),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
 }
 
 
@@ -168,7 +169,7 @@ _DIFFERENT_PAIRS = {
     "width": Fault(lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"),
     "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
     "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", "with sample_weight: "),
+    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
 }
 
 
@@ -325,7 +326,7 @@ _OTHER_BACKWARD = {
     **_OTHER_GRADIENT,
 }
 _DIFFERENT_GRADES = {
-    "indexes": _wrong("indexes", lambda i: None, "ValueError", "tensors: "),
+    "indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: "),
     "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N) with gradient on cpu"),
     "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
 }

@@ -71,9 +71,9 @@ DRIFTS = {
     "a checkpoint on one rank": Drift(
         lambda loss, is_odd, saved: loss.load_state_dict(saved) if is_odd else None, "queue: ("
     ),
-    "reduction": _on_one(_set(reduction="sum"), "reduction='sum'"),
-    "gradient_reduction": _on_one(_set(gradient_reduction="sum"), "gradient_reduction='sum'"),
-    "max_pool_size": _on_one(_set(max_pool_size=5), "max_pool_size=5"),
+    "reduction": _on_one(_set(reduction="sum"), "got reduction: '"),
+    "gradient_reduction": _on_one(_set(gradient_reduction="sum"), "got gradient_reduction: '"),
+    "max_pool_size": _on_one(_set(max_pool_size=5), "got max_pool_size: "),
 }
 
 
@@ -100,7 +100,7 @@ def test_an_argument_that_is_a_tensor_may_be_replaced(rank: int) -> None:
     loss.margins = torch.tensor([0.3, 0.4])
     _take_step(loss, rank, 2)
     loss.margins = torch.tensor([0.3, 0.4 + rank])
-    assert_named(lambda: _take_step(loss, rank, 3), 1, "margins=tensor")
+    assert_named(lambda: _take_step(loss, rank, 3), 1, "got margins: tensor")
 
 
 def assert_named(call: Callable[[], Any], odd_rank: int, *texts: str) -> None:

@@ -131,7 +131,10 @@ def test_a_setting_that_changes_in_one_process_raises(change: str) -> None:
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "gathered": (lambda rank: ShardedLoss(SmoothAPLoss()) if rank else SmoothAPLoss(), "ShardedLoss on rank 1"),
     "kinds": (lambda rank: ShardedLoss(KINDS["recall" if rank else "smooth_ap"]()), "loss: 'SmoothAPLoss' on rank 0, "),
-    "arguments": (lambda rank: ShardedLoss(RecallAtQuantileLoss(quantile=0.1 + rank / 10)), "arguments: "),
+    "arguments": (
+        lambda rank: ShardedLoss(RecallAtQuantileLoss(quantile=0.1 + rank / 10)),
+        "quantile: 0.1 on rank 0, 0.2 on",
+    ),
     "temperatures": (lambda rank: ShardedLoss(SmoothAPLoss(temperature=0.1 + rank)), "temperature: 0.1 on rank 0, 1.1"),
 }
 

@@ -434,11 +434,11 @@ def train_two_classes(loss: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "fix"),
     [
-        ("queue_size", 9, "Construct it with capacity=8 (queue_size of a loss), or "),
-        ("num_classes", 3, "Construct it with num_classes=2, or "),
-        ("queue_keep", "negatives", "Construct it with keep='all' (queue_keep of a loss), or "),
-        ("multi_hot", True, "Construct it with multi_hot=False, or "),
-        ("ignore_index", -1, "Construct it with ignore_index=-100, or "),
+        ("queue_size", 9, "Construct it with capacity=8 (queue_size of a loss). "),
+        ("num_classes", 3, "Construct it with num_classes=2. "),
+        ("queue_keep", "negatives", "Construct it with keep='all' (queue_keep of a loss). "),
+        ("multi_hot", True, "Construct it with multi_hot=False. "),
+        ("ignore_index", -1, "Construct it with ignore_index=-100. "),
         ("temperature", 0.5, ""),  # the control: the same queue is taken, and changes the state
     ],
 )
@@ -448,7 +448,7 @@ def test_another_queue_is_refused_and_nothing_changes(argument: str, value: obje
     source, other = (LossWarmupWrapper(CrossEntropyLoss(), loss, warmup_steps=1) if wraps else loss for loss in losses)
     train_two_classes(source)
     state, before = source.state_dict(), other.state_dict()
-    text = rf"of the saved queue: expected .*, got .*{re.escape(fix)}start with an empty"
+    text = rf"of the saved queue: expected .*, got .*{re.escape(fix)}To start with an empty"
     with pytest.raises(ValueError, match=text) if fix else contextlib.nullcontext():
         other.load_state_dict(state)
     assert same(other.state_dict(), before if fix else state)
