@@ -294,9 +294,9 @@ def test_the_lines_about_pytorch_metric_learning() -> None:
     theirs = peer("pytorch_metric_learning.losses")
     generator = torch.Generator().manual_seed(0)
     rows, labels = torch.randn(3, 24, 6, generator=generator, dtype=torch.float64), torch.arange(8).repeat(3)
-    twins = torch.arange(12).repeat(2)
     two_views = theirs.SelfSupervisedLoss(theirs.NTXentLoss(temperature=0.5))(*rows[0].split(12))
-    assert_close(two_views, fullrank.SupConLoss(0.5)(rows[0], twins), **SUMS)
+    views = torch.stack(rows[0].split(12), 1)
+    assert_close(two_views, fullrank.SupConLoss(0.5)(views, torch.arange(12)), **SUMS)
     several = theirs.NTXentLoss(temperature=0.5)(rows[0], labels)
     assert abs(several - fullrank.SupConLoss(0.5)(rows[0], labels)) > 1e-3
     memory = theirs.CrossBatchMemory(theirs.SupConLoss(temperature=0.1), embedding_size=6, memory_size=48).double()
