@@ -1,9 +1,10 @@
-"""Pairs of scores: the rows of a call of Smooth-AP, the sizes of chunks, and the sigmoid of a difference."""
+"""Pairs of scores: the rows of a call of Smooth-AP, units of sums, sizes of chunks, the sigmoid of a difference."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .costs import costs_of
@@ -35,6 +36,18 @@ class Problem(NamedTuple):
 def weight_at(weight: Tensor, class_of: Tensor, row_of: Tensor) -> Tensor:
     """Return the entries of ``weight`` (M,) or (C, M) for the classes and rows, (P,) each, in float64."""
     return (weight[row_of] if weight.ndim == 1 else weight[class_of, row_of]).double()
+
+
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}  # its bits
+
+
+def power_of_two(numbers: Tensor) -> Tensor:
+    """Return the powers of two next below ``numbers`` >= 0, float32 or float64, or the smallest normal number.
+
+    A division by it changes no digit.
+    """
+    dtype, exponent = _EXPONENT[numbers.dtype]
+    return (numbers.view(dtype) & exponent).view(numbers.dtype).clamp_min(torch.finfo(numbers.dtype).tiny)
 
 
 def chunk_size(tensor: Tensor, pairs_per_item: int) -> int:

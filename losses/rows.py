@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..distributed.header import DeviceCheck
 from ..errors import Words, check_tensor, expected
+from ..kernels.pairs import power_of_two
 from ..kernels.registration import check_not_batched
 from ..kernels.torch_private import func_transforms_are_active, is_batched
 from ..queues.memory_queue import multi_hot_dtype
@@ -393,7 +394,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}  # its bits
+# Of the largest weight: a smaller weight counts as this much. So sums of weights divided by each other, or by a
+# temperature, and the squares of sums in double, are normal numbers.
+_LEAST_WEIGHT = {torch.float32: 2.0**-100, torch.float64: 2.0**-500}
 
 
 def query_weight(weight: Tensor | None, reduction: str) -> Tensor | None:
@@ -411,14 +414,12 @@ def weight_unit(weight: Tensor, dim: int | None = None) -> Tensor:
     """
     if weight.numel() == 0:
         return weight.new_ones(())
-    dtype, exponent = _EXPONENT[weight.dtype]
-    largest = weight.amax() if dim is None else weight.amax(dim, keepdim=True)
-    return (largest.view(dtype) & exponent).view(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
+    return power_of_two(weight.amax() if dim is None else weight.amax(dim, keepdim=True))
 
 
 def scaled_weight(weight: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight / unit`` in ``dtype``. A weight > 0 stays > 0: a positive of no weight would be ranked 0 / 0."""
-    scaled = (weight / unit).to(dtype).clamp_min_(torch.finfo(dtype).tiny)
+    scaled = (weight / unit).to(dtype).clamp_min_(_LEAST_WEIGHT[dtype])
     return scaled.masked_fill_(weight == 0, 0.0)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..costs import costs_of
 from ..node_tables import CUTOFF, suffix_sums
-from ..pairs import Problem, chunk_size
+from ..pairs import Problem, chunk_size, power_of_two
 
 _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) and exp(-745) are almost 0 in the dtype
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
@@ -55,7 +55,12 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
         total, weight = r + n, share[first : first + step]
         loss.index_add_(0, c, weight * (n / total))
         if with_grad:
+            unit = None
+            if mass is not None:  # the square of a sum of weights may be out of range
+                unit = power_of_two(total)
+                r, n, total = r / unit, n / unit, total / unit
             factor = weight.to(n.dtype) / total / (total * temperature)
+            factor = factor if unit is None else factor / unit
             slope = difference.neg_().sigmoid_().mul_(sigmoid)  # exact in both tails
             slope *= torch.lerp((r * factor)[:, None], -(n * factor)[:, None], is_positive)
             slope = slope if mass is None else slope.mul_(mass)

@@ -26,6 +26,7 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 Weighting = Literal["rows", "positives"]
 WEIGHTINGS = ("rows", "positives")
+_ORDINARY = 2.0**-64  # sums of weights between it and its inverse are in range
 T = TypeVar("T")
 
 
@@ -105,8 +106,8 @@ class Pool:
             low, high = map(float, weight.aminmax())
             if self.weighting == "rows" and 0 < low == high:
                 return None
-            if weight.dtype == dtype and 2.0**-64 < high < 2.0**64:
-                return weight
+            if weight.dtype == dtype and (low == 0 or low > _ORDINARY) and _ORDINARY < high < 1 / _ORDINARY:
+                return weight  # as they are, which takes no time
         return scaled_weight(weight, weight_unit(weight), dtype)
 
     @property

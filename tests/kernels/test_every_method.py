@@ -87,7 +87,10 @@ def assert_method(method: str, scores: Tensor, extra: str, tau: float = 0.3, fac
         weight = weight if "each class" in extra else weight[0]
     key_weight = None
     if "of all rows" in extra:
-        weight = key_weight = torch.where(weight > 0, weight, 1.0)
+        weight = torch.where(weight > 0, weight, 1.0)
+        weight = torch.where(positive, weight * 2.0**-90, weight) if "light positives" in extra else weight
+        weight = weight * 2.0**62 if "heavy" in extra else weight
+        key_weight = weight
     expected, slopes, valid = definition(scores, positive, member, weight, tau * factor, key_weight)
     leaf = scores.clone().requires_grad_()
     loss, is_valid = smooth_ap_sums(leaf, positive, member, weight, tau, METHODS[method], key_weight=key_weight)
@@ -140,6 +143,15 @@ def test_any_number_of_rows(tau: float, method: str) -> None:
     ):
         for extra in FAST:
             assert_method(method, normal(num_classes, num_rows, dtype), extra, tau)
+
+
+@pytest.mark.parametrize("extra", ["light positives, weights of all rows of each class", "heavy weights of all rows"])
+def test_squares_of_sums_of_weights_are_in_range(extra: str, method: str) -> None:
+    """The rank of a light positive far above all others is its weight alone."""
+    if "light" in extra and METHODS[method] == "binned":
+        pytest.skip("in bins a sigmoid is 0 from 34 temperatures on, where its product with 1 / 2^-90 is not")
+    for shape, dtype in itertools.product(((1, 60), (4, 60), (1, 1100)), LIMITS):
+        assert_method(method, put(_0=30.0)(normal(*shape, dtype)), extra)
 
 
 def test_control_another_temperature_is_seen(method: str) -> None:
