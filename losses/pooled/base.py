@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from ...distributed.gather import gather_agreed
 from ...distributed.header import Offer, State, refuse_in_backward
 from ...distributed.torch_private import note_kind
-from ...errors import check_choice, check_count, check_int, check_temperature, expected, warn
+from ...errors import check_choice, check_count, check_int, check_temperature, expected
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_queues
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
@@ -130,7 +130,6 @@ class RankingLoss(HoldsQueue):
         self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
         self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
         self._num_draws = 0
-        self._warned: set[str] = set()
         self._hints = Hints(type(self).__name__)
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
         self.register_load_state_dict_pre_hook(check_saved_queues)
@@ -281,9 +280,9 @@ class RankingLoss(HoldsQueue):
             is_live = torch.arange(rows.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and rows.logits.shape[0] > limit:
-            self._warn_once(
+            self._hints.warn_once(
                 "draw",
-                f"{type(self).__name__}: a pool of {rows.logits.shape[0]} rows is drawn down to max_pool_size={limit} "
+                f"a pool of {rows.logits.shape[0]} rows is drawn down to max_pool_size={limit} "
                 "with a quota for every class. The loss is a random approximation from here on.",
             )
             if has_values(rows.logits):
@@ -318,11 +317,6 @@ class RankingLoss(HoldsQueue):
 
     def _setting(self, num_rows: int) -> Setting:
         return Setting(self.temperature if self.has_temperature else None, None)
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(text)
 
     # The facts that the ranks compare, and the state.
 

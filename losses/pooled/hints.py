@@ -93,7 +93,7 @@ class Hints:
             if not per_query and _accelerate_accumulates():
                 mixins = "fullrank.integrations.transformers.PooledLossMixin (or .sentence_transformers)"
                 fix = f"a Trainer has {mixins} for it"
-                self._warn_once("accumulation", accumulation_hint("gradient_accumulation_steps", fix))
+                self.warn_once("accumulation", accumulation_hint("gradient_accumulation_steps", fix))
             if pool is not None:
                 _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
             return True
@@ -106,16 +106,16 @@ class Hints:
     def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
         """Look at one call: the live rows of all ranks, the pool, and its losses."""
         if live.logits.shape[1] == 2 and live.targets.ndim == 1:
-            self._warn_once(
+            self.warn_once(
                 "two columns",
                 "logits of shape (N, 2) are ranked as two classes, so that the frequent class counts as much as the "
                 "rare one. If the problem is binary, use num_classes=1 and one logit: logits[:, 1:] - logits[:, :1].",
             )
         if setting.argument is not None:
-            self._warn_once("argument", setting.argument)
+            self.warn_once("argument", setting.argument)
         self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
         if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
-            self._warn_once("few rows", setting.small_pool)
+            self.warn_once("few rows", setting.small_pool)
         self.observe_valid(per_class.valid, NO_CLASS)
         if not self._looks_for_all:
             return
@@ -134,7 +134,7 @@ class Hints:
     def _count_empty_calls(self, any_valid: bool, empty: Empty) -> None:
         self._empty_calls = 0 if any_valid else self._empty_calls + 1
         if self._empty_calls == _EMPTY_CALLS:
-            self._warn_once("empty", f"{empty.what} in {_EMPTY_CALLS} calls in a row, so the loss was 0. {empty.fix}")
+            self.warn_once("empty", f"{empty.what} in {_EMPTY_CALLS} calls in a row, so the loss was 0. {empty.fix}")
 
     def observe_ranks(self, counts: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
         """Look whether all ranks passed the same rows: ``tensors`` have the ``counts`` rows of all, in rank order.
@@ -155,7 +155,7 @@ class Hints:
         self._copied_calls = self._copied_calls + 1 if are_copies else 0
         self._copied_rows = self._copied_rows + count if are_copies else 0
         if self._copied_calls > 1 and self._copied_rows >= _COPIED_ROWS:
-            self._warn_once(
+            self.warn_once(
                 "copies",
                 f"all {num_ranks} ranks passed the same rows, so every row is counted {num_ranks} times and ranked "
                 "against its own copies. Give each rank rows of its own, such as with "
@@ -168,7 +168,7 @@ class Hints:
     def _check_range(self, ends: list[float]) -> None:
         low, high = ends
         if low >= 0 and high <= 1 and high - low > _WIDE:
-            self._warn_once(
+            self.warn_once(
                 "probabilities",
                 f"all scores lie between 0 and 1 ({low:.3g} to {high:.3g}). If they are probabilities, pass the logits "
                 "from before the sigmoid or softmax: probabilities near 0 and 1 are too close to each other to rank.",
@@ -197,7 +197,7 @@ class Hints:
     def _count_lost(self, sums: list[float], temperature: float) -> None:
         self._lost, self._positives = self._lost + int(sums[0]), self._positives + int(sums[1])
         if self._positives >= _FEW_POSITIVES and self._lost > _MANY * self._positives:
-            self._warn_once(
+            self.warn_once(
                 "gradient",
                 f"{self._lost} of {self._positives} live positives had no gradient: temperature={temperature:g} is "
                 "too small for the distances between the scores. Use a larger one, or temperature=None where the loss "
@@ -217,7 +217,8 @@ class Hints:
             copy, use = self._copies.pop(0)
             use(copy.host.tolist())
 
-    def _warn_once(self, kind: str, text: str) -> None:
+    def warn_once(self, kind: str, text: str) -> None:
+        """Warn with ``text``, which follows the name of the loss, unless there was a warning of this ``kind``."""
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"{self._loss}: {text}")

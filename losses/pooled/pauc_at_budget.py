@@ -355,9 +355,9 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     def _warn_of_flat(self, flat_class: int) -> None:
         other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
-        self._warn_once(
+        self._hints.warn_once(
             "flat",
-            f"{type(self).__name__}: class {flat_class} is left out. Its reference scores hardly differ: the scale "
+            f"class {flat_class} is left out. Its reference scores hardly differ: the scale "
             f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
             f"band, or try {other}.",
         )
