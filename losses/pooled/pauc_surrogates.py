@@ -111,21 +111,11 @@ class Thresholds(NamedTuple):
 
 def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> MissedArea:
     """Return the loss of each class of ``pool``, with diagnostics if ``with_stats``."""
-    negative, iid, key_weight = pool.negative, pool.iid, pool.key_weight
+    negative, iid = pool.negative, pool.iid
     iid_negative = negative if iid is None else negative & iid
     by_rate = area.budget_basis == "fpr"
     reference = iid_negative if by_rate else pool.everyone if iid is None else pool.everyone & iid
-    num_reference = None  # where the host knows it
-    if pool.num_positive is not None and iid is None and pool.member is None:
-        num_reference = pool.scores.shape[1] - (pool.num_positive if by_rate else 0)
-    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
-    if fractions:
-        rule = area.quantile_interpolation, num_reference, key_weight
-        levels = upper_levels(pool.scores, reference, fractions, *rule)
-        thresholds = thresholds_of(levels, area, temperature, has_reference)
-    else:
-        ones = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
-        thresholds = Thresholds(None, ones, has_reference, has_reference)
+    thresholds = _thresholds(pool, reference, area, temperature, with_stats)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -141,7 +131,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     if area.surrogate == "trapezoid":
         assert thresholds.edges is not None
         knots, weights, share = thresholds.edges.where(valid), trapezoid_rule(area.n_knots), share * valid[:, None]
-        carriers = Carriers(reference, pool.live, key_weight) if area.threshold_gradient else None
+        carriers = Carriers(reference, pool.live, pool.key_weight) if area.threshold_gradient else None
         losses = below_levels(pool.scores, share, knots, weights, thresholds.tau, carriers)
         missed = shares_below(pool.scores, knots, weights, thresholds.tau) if with_stats else losses
         flat_class = first_flat(flat)
@@ -149,48 +139,94 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
         if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
             valid = valid & rivals.any(dim=1)
-        ours, theirs, flat_class = _compact(pool.scores, numerator, share, rivals, key_weight, flat)
-        (mask, queries, share), (inside, points, mass) = ours, theirs
-        # Entries that do not count get a value that has no effect.
-        filling: Tensor | float = 0.0 if thresholds.edges is None else _filling(thresholds, valid)
-        kept = valid[:, None]
-        queries = torch.where(kept if mask is None else mask & kept, queries, filling)
-        points = torch.where(kept if inside is None else inside & kept, points, filling)
-        if mask is not None:
-            share = share * mask
-        if mass is not None:
-            mass = torch.where(kept, mass, 1.0)
+        pairs, flat_class = _compact(pool.scores, numerator, share, rivals, pool.key_weight, flat)
+        pairs = _filled(pairs, thresholds, valid)
+        share = pairs.share
         if area.surrogate == "dro":
-            counted = torch.ones_like(points, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
-            if area.dro_lambda is None:
-                tilts = tilts_of_budget(queries, share, points, counted, thresholds.tau, area.beta, mass)
-            else:
-                tilts = torch.full((len(queries),), area.dro_lambda, dtype=torch.float64, device="cpu")
-            losses, missed = entropic_risk(queries, points, counted, thresholds.tau, tilts, share, mass)  # [C], [C, P]
+            losses, missed, tilts = _soft_maximum(pairs, area, thresholds.tau, valid)
         else:
-            part = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # of each point, 1 in each class
-            if inside is not None or mass is not None:
-                part = torch.ones_like(points) if mass is None else mass.to(points)
-                part = part if inside is None else part * inside
-                total = part.sum(dim=1, keepdim=True)
-                part = part / torch.where(total > 0, total, 1.0)
-            missed = sigmoid_sums_of_classes(queries, points, part[:, :, None], thresholds.tau).squeeze(2)
+            missed = _mean_over_rivals(pairs, thresholds.tau)
             losses = (missed * share).sum(dim=1)
         losses = propagate_nan(losses * valid, pool)
-    per_class = PerClass(losses, valid)
-    if not with_stats:
-        return MissedArea(per_class, flat_class, None, tilts)
+    stats = None
+    if with_stats:
+        missed = torch.where(share > 0, missed.detach(), 0.0)
+        mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives
+        variance = ((missed - mean) ** 2 * share).sum(dim=1)
+        counted = _in_band(pool, negative, thresholds) & iid_negative
+        stats = _stats_of(thresholds, valid, variance, counted, live)
+    return MissedArea(PerClass(losses, valid), flat_class, stats, tilts)
+
+
+def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> Thresholds:
+    """Return the thresholds of the scores of ``reference`` (C, M), with the band edges if ``with_stats``."""
+    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
+    if not fractions:
+        ones = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
+        return Thresholds(None, ones, has_reference, has_reference)
+    num_reference = None  # where the host knows it
+    if pool.num_positive is not None and pool.iid is None and pool.member is None:
+        num_reference = pool.scores.shape[1] - (pool.num_positive if area.budget_basis == "fpr" else 0)
+    rule = area.quantile_interpolation, num_reference, pool.key_weight
+    return thresholds_of(upper_levels(pool.scores, reference, fractions, *rule), area, temperature, has_reference)
+
+
+class _Pairs(NamedTuple):
+    """The positives and their rivals: in each class the entries first, then padding."""
+
+    is_positive: Tensor | None  # [C, P] bool, False for padding; None without any
+    positives: Tensor  # [C, P] scores
+    share: Tensor  # [C, P] of the positives in the mean
+    is_rival: Tensor | None  # [C, K] bool
+    rivals: Tensor  # [C, K] scores
+    mass: Tensor | None  # [C, K] weights of the rivals, None for 1
+
+
+def _filled(pairs: _Pairs, thresholds: Thresholds, valid: Tensor) -> _Pairs:
+    """Return the pairs with values that have no effect in the padding and in classes that are not ``valid``."""
+    mask, positives, share, inside, rivals, mass = pairs
+    filling: Tensor | float = 0.0 if thresholds.edges is None else _filling(thresholds, valid)
+    kept = valid[:, None]
+    positives = torch.where(kept if mask is None else mask & kept, positives, filling)
+    rivals = torch.where(kept if inside is None else inside & kept, rivals, filling)
+    share = share if mask is None else share * mask
+    mass = None if mass is None else torch.where(kept, mass, 1.0)
+    return _Pairs(mask, positives, share, inside, rivals, mass)
+
+
+def _soft_maximum(pairs: _Pairs, area: PartialArea, tau: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each class (C,), of each positive (C, P), and the lambda of each class (C,)."""
+    _, positives, share, inside, rivals, mass = pairs
+    counted = torch.ones_like(rivals, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
+    if area.dro_lambda is None:
+        tilts = tilts_of_budget(positives, share, rivals, counted, tau, area.beta, mass)
+    else:
+        tilts = torch.full((len(positives),), area.dro_lambda, dtype=torch.float64, device="cpu")
+    return *entropic_risk(positives, rivals, counted, tau, tilts, share, mass), tilts
+
+
+def _mean_over_rivals(pairs: _Pairs, tau: Tensor) -> Tensor:
+    """Return for each positive the weighted mean over its rivals of s((rival - positive) / tau), (C, P)."""
+    inside, rivals, mass = pairs.is_rival, pairs.rivals, pairs.mass
+    part = rivals.new_full(rivals.shape, 1 / max(1, rivals.shape[1]))  # of each rival, 1 in each class
+    if inside is not None or mass is not None:
+        part = torch.ones_like(rivals) if mass is None else mass.to(rivals)
+        part = part if inside is None else part * inside
+        total = part.sum(dim=1, keepdim=True)
+        part = part / torch.where(total > 0, total, 1.0)
+    return sigmoid_sums_of_classes(pairs.positives, rivals, part[:, :, None], tau).squeeze(2)
+
+
+def _stats_of(
+    thresholds: Thresholds, valid: Tensor, variance: Tensor, in_band: Tensor, live: Tensor
+) -> dict[str, Tensor]:
+    """Return the diagnostics of each class, see :class:`MissedArea`; ``in_band`` and ``live`` (C, M) are counted."""
     assert thresholds.edges is not None
-    band = _in_band(pool, negative, thresholds)
-    missed = torch.where(share > 0, missed.detach(), 0.0)
-    mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives
-    variance = ((missed - mean) ** 2 * share).sum(dim=1)
     ends = thresholds.edges.value
     floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": thresholds.tau, "pauc_var": variance.to(ends)}
-    counts = {"band_neg_count": (band & iid_negative).sum(dim=1), "grad_pos_count": live.sum(dim=1)}
+    counts = {"band_neg_count": in_band.sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
-    stats |= {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
-    return MissedArea(per_class, flat_class, stats, tilts)
+    return stats | {name: torch.where(valid, value, torch.zeros_like(value)) for name, value in counts.items()}
 
 
 def trapezoid_rule(num_knots: int) -> list[float]:
@@ -240,15 +276,15 @@ def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
 
 def _compact(
     scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None, flat: Tensor | None
-) -> tuple[tuple[Tensor | None, Tensor, Tensor], tuple[Tensor | None, Tensor, Tensor | None], int | None]:
+) -> tuple[_Pairs, int | None]:
     """Return the positives in ``numerator`` with their share, the rivals with their weight, and the flat class.
 
-    In (C, K) the entries of a class come first, then padding; K is the largest number of entries of any class. A mask
-    says which are entries, None without padding. All numbers are read at once, so the device is waited for once. Where
-    values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
+    P and K are the largest numbers of entries of any class. All numbers are read at once, so the device is waited for
+    once. Where values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
     """
     if scores.shape[0] == 0 or not has_values(numerator):
-        return (numerator, scores, share), (rivals, scores, None if weight is None else weight.expand_as(scores)), None
+        mass = None if weight is None else weight.expand_as(scores)
+        return _Pairs(numerator, scores, share, rivals, scores, mass), None
     counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
     numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
     (*sizes, is_flat) = numbers.tolist() if flat is not None else (*numbers.tolist(), 0)
@@ -258,10 +294,11 @@ def _compact(
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
         mass = None if weight is None else weight[rows[sizes[0] :]][None]
-        return (None, queries, share.index_select(1, rows[: sizes[0]])), (None, points, mass), first
+        return _Pairs(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass), first
     (index, mask), (rival_index, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
     mass = None if weight is None else weight[rival_index]
-    return (mask, scores.gather(1, index), share.gather(1, index)), (inside, scores.gather(1, rival_index), mass), first
+    queries, points = scores.gather(1, index), scores.gather(1, rival_index)
+    return _Pairs(mask, queries, share.gather(1, index), inside, points, mass), first
 
 
 def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
