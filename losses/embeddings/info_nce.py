@@ -195,11 +195,11 @@ class InfoNCELoss(ContrastiveLoss):
         local = self._local_loss(rows, all_rows, sum(agreed.rows), first, scale, needs, share)
         scales = [] if learned is None else [learned]
         loss = self._sum_over_ranks(local, rows, agreed, exchange, scales, is_clamped, is_sharded)
+        if self._enqueues and has_values(loss):
+            self.queue.enqueue(all_rows[0], torch.zeros(len(all_rows[0]), dtype=torch.int64, device=keys.device))
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call() and group is not None:
             self._hints.observe_ranks(agreed.rows, all_rows)
-        if self._enqueues and has_values(loss):
-            self.queue.enqueue(all_rows[0], torch.zeros(len(all_rows[0]), dtype=torch.int64, device=keys.device))
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -99,8 +99,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
     Args:
         reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for a value for each row of all ranks.
-        validate_args: False turns the hint about batches without a pair off. Every integer is a valid label; types,
-            shapes and devices are always checked.
+        validate_args: False turns the hints and the check of the values of weights off. Every integer is a valid label;
+            types, shapes and devices are always checked.
 
     Distributed:
         The collectives of :func:`~fullrank.gather_rows` forward, one or two, then a gather of the losses of the queries
@@ -152,7 +152,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
             rows, targets = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
-            weight, check = weight_of_rows(sample_weight, rows, "embeddings", True)
+            weight, check = weight_of_rows(sample_weight, rows, "embeddings", self.validate_args)
             facts, tensors = {} if group is None else self._facts({}), (rows, targets, weight)
             return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
 
@@ -167,12 +167,12 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         )
         if has_values(loss):
             self._last_temperature = temperature
+            if self._enqueues:
+                self.queue.enqueue(live, live_labels)
             if self.validate_args and self.training and self._hints.count_call():
                 self._hints.observe_valid(valid, NO_RANKING)
                 if group is not None:
                     self._hints.observe_ranks(agreed.rows, rows)
-            if self._enqueues:
-                self.queue.enqueue(live, live_labels)
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -124,14 +124,15 @@ class SupConLoss(ContrastiveLoss):
             with torch.no_grad():
                 live, targets, weight = gathered = gather_after(call, group, agreed)
                 live = self._comparable(live)
-        is_observed = self.validate_args and self.training and self._hints.count_call()
-        if is_observed and group is not None:
-            self._hints.observe_ranks(agreed.rows, gathered)
         needs_grad = torch.is_grad_enabled() and rows.requires_grad
-        local = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad, is_observed)
+        local, has_pair = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad)
         loss = self._sum_over_ranks(local, [rows], agreed, exchange)
         if self._enqueues:
             self.queue.enqueue(live, targets)
+        if self.validate_args and self.training and self._hints.count_call():
+            self._hints.observe_valid(has_pair, NO_PAIR)
+            if group is not None:
+                self._hints.observe_ranks(agreed.rows, gathered)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -139,22 +140,16 @@ class SupConLoss(ContrastiveLoss):
 
     @torch.no_grad()
     def _local_loss(
-        self,
-        rows: Tensor,
-        live: Tensor,
-        targets: Tensor,
-        weight: Tensor | None,
-        first: int,
-        needs_grad: bool,
-        is_observed: bool,
-    ) -> LocalLoss:
-        """Return this rank's terms of the loss; ``rows`` begin at ``first`` of the ``live`` rows of all ranks."""
+        self, rows: Tensor, live: Tensor, targets: Tensor, weight: Tensor | None, first: int, needs_grad: bool
+    ) -> tuple[LocalLoss, Tensor]:
+        """Return this rank's terms of the loss, and which of the ``live`` rows of all ranks have a pair, (M,) bool.
+
+        ``rows`` begin at ``first`` of the ``live`` rows.
+        """
         candidates, labels = self._with_queue(live, targets)
         _, label, count = labels.unique(return_inverse=True, return_counts=True)
         groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
         has_pair = count[label[: len(live)]] > 1
-        if is_observed:
-            self._hints.observe_valid(has_pair, NO_PAIR)
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
@@ -168,7 +163,7 @@ class SupConLoss(ContrastiveLoss):
         grad_all = None if grad_all is None else grad_all[: len(live)]
         # A NaN reaches the loss even if no row counts.
         total = total + 0.0 * rows.sum(dtype=torch.float64)
-        return LocalLoss(total, torch.zeros_like(total), [grad_own], [grad_all])
+        return LocalLoss(total, torch.zeros_like(total), [grad_own], [grad_all]), has_pair
 
 
 class _LabelGroups(NamedTuple):
