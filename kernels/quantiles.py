@@ -201,10 +201,9 @@ def _weighted_levels_of(
         return Levels(ordered.gather(1, upper), None)
     if interpolation == "lower":
         return Levels(ordered.gather(1, lower), None)
-    distance = place.gather(1, lower) - place.gather(1, upper)
-    share = torch.where(distance > 0, (place.gather(1, lower) - q) / distance, 0.0).clamp(
-        0.0, 1.0
-    )  # of the upper score
+    below = place.gather(1, lower)
+    distance = below - place.gather(1, upper)
+    share = torch.where(distance > 0, (below - q) / distance, 0.0).clamp(0.0, 1.0)  # of the upper score
     if interpolation == "nearest":
         is_tie = (share - 0.5).abs() <= _SNAP
         is_upper = torch.where(is_tie, (last - lower) % 2 == 1, share > 0.5)  # half to even

@@ -108,7 +108,7 @@ class RankingMetric(GatheredMetric):
         logits = _value_or_alias("logits", logits, "preds", preds)
         targets = _value_or_alias("targets", targets, "target", target)
         try:
-            batch = check_batch(logits, targets, None, sample_weight, self._rule)
+            batch = check_batch(logits, targets, None, sample_weight, self._rule, weight_dtype=torch.float64)
         except (TypeError, ValueError) as error:  # with the names that the caller used
             message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None
@@ -118,7 +118,7 @@ class RankingMetric(GatheredMetric):
         self.targets.append(batch.targets[is_kept])
         one = torch.ones((), dtype=torch.float64, device=batch.logits.device)  # expanded, it takes no memory
         weight = batch.sample_weight
-        self.weights.append(one.expand(len(self.targets[-1])) if weight is None else weight.double()[is_kept])
+        self.weights.append(one.expand(len(self.targets[-1])) if weight is None else weight[is_kept])
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""

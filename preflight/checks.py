@@ -168,10 +168,7 @@ def gradient_of(name: str) -> Callable[[Site], str]:
         loss, form = make_losses(site.device)[name]
         alone = copy.deepcopy(loss)
         alone.gather_distributed = False
-        model = nn.Linear(_FEATURES, CLASSES).to(site.device, site.dtype)
-        with torch.no_grad():
-            model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
-            model.bias.zero_()
+        model = _make_model(site)
         whole, spread = copy.deepcopy(model), site.wrap(model)
         sizes = uneven_sizes(site)
         local, errors = _rows_of_rank(site, sizes), []
@@ -189,6 +186,15 @@ def gradient_of(name: str) -> Callable[[Site], str]:
         return f"relative difference to one process {worst:.1e}"
 
     return check
+
+
+def _make_model(site: Site) -> nn.Linear:
+    """Return a layer with the same parameters on every rank."""
+    model = nn.Linear(_FEATURES, CLASSES).to(site.device, site.dtype)
+    with torch.no_grad():
+        model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
+        model.bias.zero_()
+    return model
 
 
 def _value_and_gradient(
@@ -222,10 +228,7 @@ def past_wrapper(site: Site) -> str:
     if site.world_size == 1:
         raise NeedsRanks("one process has no gradient to reduce: start with torchrun")
     loss, form = SmoothAPLoss(CLASSES, temperature=0.5).to(site.device), _FORMS[0]
-    model = nn.Linear(_FEATURES, CLASSES).to(site.device, site.dtype)
-    with torch.no_grad():
-        model.weight.copy_(site.draw(4, CLASSES, _FEATURES))
-        model.bias.zero_()
+    model = _make_model(site)
     spread, own = site.wrap(model), slice(8 * site.rank, 8 * site.rank + 8)
     inputs = site.draw(7, 8 * site.world_size, _FEATURES)[own]
     targets = torch.arange(8, device=site.device) % CLASSES

@@ -187,10 +187,7 @@ class MemoryQueue(nn.Module):
                 rows = [None if new is None else new[index] for new in rows]
         count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
-        num_kept, head = (
-            min(count, self.capacity),
-            self.capacity - start,
-        )  # the rest goes to the start
+        num_kept, head = min(count, self.capacity), self.capacity - start  # what is beyond the head goes to the start
         for stored, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
             old: Any = stored.numpy() if stored.is_cpu else stored
             kept = None if new is None else new[-self.capacity :]

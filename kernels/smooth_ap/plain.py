@@ -68,10 +68,10 @@ def plain_loss_and_gradient(
     groups = marks if member is None else marks * member[:, :, None]
     groups = groups if key_weight is None else groups * key_weight[..., None]
     numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives, or their weights
-    mass = groups[:, :, 0] if weight is None or key_weight is not None else marks[:, :, 0] * weight
-    total_mass = (
-        mass.sum(dim=1, keepdim=True) if weight is not None and key_weight is None else numbers[:, :1]
-    )  # [C, 1]
+    mass, total_mass = groups[:, :, 0], numbers[:, :1]  # [C, M] and [C, 1]
+    if weight is not None and key_weight is None:
+        mass = marks[:, :, 0] * weight
+        total_mass = mass.sum(dim=1, keepdim=True)
     valid = torch.logical_and(total_mass[:, 0], numbers[:, 1])  # a product of weights may underflow
     # This makes a class with a NaN score NaN, even without a positive whose sums would be NaN.
     tiny = torch.finfo(scores.dtype).tiny

@@ -78,10 +78,8 @@ def smooth_ap_sums(
         return smooth_ap_plain(scores, positive, member, weight, temperature, key_weight)
     with_grad = scores.requires_grad and torch.is_grad_enabled()
     number = -1 if num_positive is None else num_positive
-    weights_and_temperature = weight, float(temperature)
-    loss, _, valid = _smooth_ap(
-        scores, positive, member, *weights_and_temperature, with_grad, method, number, key_weight
-    )
+    rows = scores, positive, member, weight
+    loss, _, valid = _smooth_ap(*rows, float(temperature), with_grad, method, number, key_weight)
     return loss, valid
 
 

@@ -589,14 +589,17 @@ def test_weighted_rates_are_those_of_scikit_learn_and_of_repeated_rows(basis):
     metric = PAUCAtBudget(1, alpha=0.05, beta=0.4, budget_basis=basis)
     repeated = _value(metric, *(rows.repeat_interleave(weights, dim=0) for rows in (logits, targets)))
     metric.reset()
-    metric.update(logits[:100], targets[:100], sample_weight=weights[:100])
-    metric.update(logits[100:], targets[100:], sample_weight=weights[100:].double())
+    large = weights * (2**24 + 1)  # which float32 rounds
+    metric.update(logits[:100], targets[:100], sample_weight=large[:100])
+    metric.update(logits[100:], targets[100:], sample_weight=large[100:].double())
     weighted = metric.compute()
     _close(weighted, repeated)
     if basis == "fpr":
         expected = pauc_reference(logits[:, 0].numpy(), targets.numpy(), 0.05, 0.4, weights.numpy())
         assert float(weighted) == pytest.approx(expected, abs=1e-12)
-    curve, without = metric.review_curve(), _value(metric, logits, targets)
+    curve = metric.review_curve()
+    metric.reset()
+    without = _value(metric, logits, targets)
     metric.reset()
     metric.update(*(rows.repeat_interleave(weights, dim=0) for rows in (logits, targets)))
     for values, others in zip(curve, metric.review_curve()):
