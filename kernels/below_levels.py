@@ -153,23 +153,19 @@ def _of_carriers(
     Levels with a row near them take the plain slopes. The others take slopes relative to that of their nearest row,
     which do not underflow. ``levels_are_rows``: every finite level without an offset is the score of one of ``rows``.
     """
-    base, offset = levels.base.t(), None if levels.offset is None else levels.offset.t()  # [L, C]
-    finite = _are_finite(base, offset)
-    origin = torch.where(finite, base, 0.0)
-    shift = None if offset is None else torch.where(finite, offset, 0.0)
-    rates = -taus.reciprocal().clamp_max(torch.finfo(taus.dtype).max)
+    finite, origin, shift, rates = _origins(levels, taus)
     masses = rows if row_weight is None else row_weight.expand_as(scores) if rows is None else rows * row_weight
-    may_be_far, at_once = offset is not None or not levels_are_rows, costs_of(scores.device).rows_at_once
+    may_be_far, at_once = shift is not None or not levels_are_rows, costs_of(scores.device).rows_at_once
     # In a small pool relative slopes for all levels are faster than waiting for the device to find the far ones.
-    relative = offset is not None or (may_be_far and scores.numel() <= at_once)
+    relative = shift is not None or (may_be_far and scores.numel() <= at_once)
     total = None
     step = max(1, at_once // max(1, scores.numel()))  # levels in one chunk
-    for first in range(0, len(base), step):
+    for first in range(0, len(origin), step):
         part = slice(first, first + step)
-        slopes, starts = scores.new_empty(*base[part].shape, scores.shape[1]), origin[part]  # [l, C, M]
+        slopes, starts = scores.new_empty(*origin[part].shape, scores.shape[1]), origin[part]  # [l, C, M]
         if relative:
             shifts = None if shift is None else shift[part]
-            sums = _write_relative_slopes(slopes, scores, starts, shifts, rates, masses)
+            sums, _ = _write_relative_slopes(slopes, scores, starts, shifts, rates, masses)
         else:
             sums, largest = _write_slopes(slopes, scores, starts, rates, masses, may_be_far)
             if may_be_far:
@@ -177,7 +173,7 @@ def _of_carriers(
                 far, c = (finite[part] & (largest < _NEAR)).nonzero().unbind(dim=1)
                 if len(far) > 0:
                     of_far = slopes[far, c][None]
-                    far_sums = _write_relative_slopes(
+                    far_sums, _ = _write_relative_slopes(
                         of_far, scores[c], starts[far, c][None], None, rates[c], masses[c]
                     )
                     sums[far, c], slopes[far, c] = far_sums[0], of_far[0]
@@ -188,6 +184,38 @@ def _of_carriers(
             total = slope.mul_(scale) if total is None else total.addcmul_(slope, scale)
     assert total is not None  # there is a level
     return total
+
+
+def slopes_of_part(
+    scores: Tensor, levels: Levels, taus: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the gradient of levels is made of, where ``scores`` (C, M) are one of several parts of the rows.
+
+    Returns:
+        The slopes s'(d / tau) of the ``rows`` (C, M) of this part, None for all, divided by t_0, see
+        :func:`_write_relative_slopes`: (L, C, M). Their sums, and the distances d_0, (L, C) each: 0 where all levels
+        are scores, of which no slope underflows; inf without rows. And which levels are finite, (L, C).
+    """
+    finite, origin, shift, rates = _origins(levels, taus)
+    slopes = scores.new_empty(*origin.shape, scores.shape[1])
+    if shift is None:
+        sums, _ = _write_slopes(slopes, scores, origin, rates, rows, with_largest=False)
+        return slopes, sums, torch.zeros_like(sums), finite
+    sums, nearest = torch.zeros_like(shift), torch.zeros_like(shift)
+    for level in range(len(slopes)):  # the distances are float64, of one level at a time
+        part = slice(level, level + 1)
+        results = _write_relative_slopes(slopes[part], scores, origin[part], shift[part], rates, rows)
+        sums[part], nearest[part] = results
+    return slopes, sums, nearest, finite
+
+
+def _origins(levels: Levels, taus: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return which levels are finite, their scores and their offsets, 0 where not, (L, C) each, and (C,) -1 / tau."""
+    base, offset = levels.base.t(), None if levels.offset is None else levels.offset.t()
+    finite = _are_finite(base, offset)
+    shift = None if offset is None else torch.where(finite, offset, 0.0)
+    rates = -taus.reciprocal().clamp_max(torch.finfo(taus.dtype).max)
+    return finite, torch.where(finite, base, 0.0), shift, rates
 
 
 def _write_slopes(
@@ -213,8 +241,8 @@ def _write_slopes(
 
 def _write_relative_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, shift: Tensor | None, rates: Tensor, masses: Tensor | None
-) -> Tensor:
-    """Write v s'(d / tau) / t_0 into ``slopes`` (l, C, M); return their sums (l, C).
+) -> tuple[Tensor, Tensor]:
+    """Write v s'(d / tau) / t_0 into ``slopes`` (l, C, M); return their sums and d_0, inf without rows, (l, C) each.
 
     d_0 is the distance of the nearest row, t = exp(-(d - d_0) / tau), and t_0 = exp(-d_0 / tau), so that s'(d / tau) =
     t t_0 / (1 + t t_0)^2. The distances are float64, in which differences of float32 scores are exact or nearly so.
@@ -230,15 +258,15 @@ def _write_relative_slopes(
     nearest, sums = torch.full_like(origin, math.inf), torch.zeros_like(origin)
     for c, m in chunks(scores):
         nearest[:, c] = torch.minimum(nearest[:, c], distances(c, m).amin(dim=2))
-    nearest = torch.where(nearest == math.inf, torch.zeros_like(nearest), nearest)  # a level without rows
-    factors = (nearest * rates.double()).exp().to(scores.dtype)
+    start = torch.where(nearest == math.inf, torch.zeros_like(nearest), nearest)  # a level without rows
+    factors = (start * rates.double()).exp().to(scores.dtype)
     for c, m in chunks(scores):
-        slope = distances(c, m).sub_(nearest[:, c, None]).to(scores.dtype).mul_(rates[c, None]).exp_()
+        slope = distances(c, m).sub_(start[:, c, None]).to(scores.dtype).mul_(rates[c, None]).exp_()
         slope.div_((slope * factors[:, c, None]).add_(1).square_())
         slope = slope if masses is None else slope.mul_(masses[c, m])
         slopes[:, c, m] = slope
         sums[:, c].add_(slope.sum(dim=2))
-    return sums
+    return sums, nearest
 
 
 _below_levels = register(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.bins import chunks
+from ..kernels.below_levels import slopes_of_part
 from ..kernels.pairs import sigmoid_and_slope
 from ..kernels.quantiles import Levels
 from ..kernels.registration import exact
@@ -153,57 +153,17 @@ def _at_levels(
             return loss, None
         gradient = torch.zeros_like(scores)
     else:
-        slopes, sums, nearest = _slopes(scores, rule)
-        local = torch.cat([loss[:, None], pushes, sums, nearest], dim=1)
+        slopes, sums, nearest, finite = slopes_of_part(scores, levels, taus, rule.reference)
+        local = torch.cat([loss[:, None], pushes, sums.t(), nearest.t()], dim=1)
         of_ranks = exchange.each(local, "the sums at the thresholds")
         loss = of_ranks[:, :, 0].sum(dim=0)
         pushes, sums, distances = (column.clone() for column in of_ranks[:, :, 1:].chunk(3, dim=2))  # [W, C, L]
         # Each rank has divided by exp(-distance / tau) of its nearest row. From here on that of the nearest row of all.
         units = torch.where(distances.isfinite(), (distances.amin(dim=0) - distances) / taus[:, None], -math.inf).exp()
         whole = (sums * units).sum(dim=0)  # [C, L]
-        finite = levels.base.isfinite() if levels.offset is None else levels.base.isfinite() & levels.offset.isfinite()
-        factor = torch.where(finite & (whole > 0), pushes.sum(dim=0) * units[exchange.rank] / whole, 0.0)
+        factor = torch.where(finite.t() & (whole > 0), pushes.sum(dim=0) * units[exchange.rank] / whole, 0.0)
         gradient = torch.zeros_like(scores)
         for level, slope in enumerate(slopes):
             gradient.addcmul_(slope, factor[:, level : level + 1].to(slope.dtype))
     gradient[class_of, row_of] += of_positives.to(gradient.dtype)
     return loss, gradient
-
-
-def _slopes(scores: Tensor, rule: _Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slopes of this rank's reference rows (L, C, N), their sums and a distance for each, (C, L) float64.
-
-    The slopes are divided by ``exp(-distance / tau)``, so that their sum does not underflow. The distance is from the
-    nearest reference row of this rank, or 0 if the level is the score of a reference row; see kernels/below_levels.py.
-    """
-    levels, _, taus, reference, _ = rule
-    num_classes, num_levels = levels.base.shape
-    slopes = scores.new_empty(num_levels, *scores.shape)
-    sums = torch.zeros(num_classes, num_levels, dtype=torch.float64, device=scores.device)
-    nearest = torch.full_like(sums, 0.0 if levels.offset is None else math.inf)
-    base = torch.where(levels.base.isfinite(), levels.base, 0.0)
-    shift = torch.zeros_like(sums) if levels.offset is None else levels.offset.nan_to_num(0.0, 0.0, 0.0)
-
-    def distances(c: slice, m: slice, level: int) -> Tensor:
-        gaps = (scores[c, m].double() - base[c, level, None].double()).sub_(shift[c, level, None]).abs_()
-        return gaps if reference is None else gaps.masked_fill_(~reference[c, m], math.inf)
-
-    for level in range(num_levels):
-        if levels.offset is not None:
-            for c, m in chunks(scores):
-                nearest[c, level] = torch.minimum(nearest[c, level], distances(c, m, level).amin(dim=1))
-            start = nearest[:, level].nan_to_num(posinf=0.0)
-            factors = (-start / taus).exp().to(scores.dtype)
-        for c, m in chunks(scores):
-            slope = slopes[level, c, m]
-            if levels.offset is None:
-                torch.sub(scores[c, m], base[c, level, None], out=slope).abs_().div_(-taus[c, None]).sigmoid_()
-                slope.addcmul_(slope, slope, value=-1)  # e - e^2 with e = s(-|d| / tau)
-                if reference is not None:
-                    slope.mul_(reference[c, m])
-            else:
-                relative = distances(c, m, level).sub_(start[c, None]).div_(taus[c, None].double()).neg_()
-                torch.exp(relative.to(slope.dtype), out=slope)
-                slope.div_((slope * factors[c, None]).add_(1).square_())
-            sums[c, level] += slope.sum(dim=1)
-    return slopes, sums, nearest
