@@ -189,23 +189,23 @@ def smooth_ap(
     if temperature is None:
         temperature = 0.1 * spread(classes)
 
-    def above(i: Row, rows: list[Row]) -> Tensor:
-        """Return the weight of i, and of the other rows times their sigmoids."""
-        total = torch.tensor(i.weight if weighting == "rows" else 1.0, dtype=torch.float64)
-        for j in rows:
-            if j is not i:
-                total = total + (j.weight if weighting == "rows" else 1) * torch.sigmoid(
-                    (j.score - i.score) / temperature
-                )
-        return total
-
     losses: list[Tensor | None] = []
     for problem in classes:
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0 or len(positives) == len(problem):
             losses.append(None)
-        else:
-            losses.append(1 - _weighted_mean([above(i, positives) / above(i, problem) for i in positives], positives))
+            continue
+        scores, weights = _column(problem), torch.tensor([row.weight for row in problem], dtype=torch.float64)
+        if weighting == "positives":
+            weights = torch.ones_like(weights)
+        is_positive = torch.tensor([row.positive for row in problem])
+        precisions = []
+        for i, row in enumerate(problem):
+            if row.positive:
+                above = weights * torch.sigmoid((scores - scores[i]) / temperature)  # [rows]
+                above = torch.where(torch.arange(len(problem)) == i, weights, above)  # a row counts itself as above
+                precisions.append(above[is_positive].sum() / above.sum())
+        losses.append(1 - _weighted_mean(precisions, positives))
     return _reduce(losses, live.logits, reduction, [{}])
 
 
@@ -244,8 +244,8 @@ def retrieval_smooth_ap(
         if int(labels[q]) == ignore_index or not others:
             losses.append(None)
             continue
-        cosines = torch.stack([(z[q] * z[j]).sum() / (z[q].norm() * z[j].norm()) for j in others])
-        targets = torch.tensor([int(labels[j]) == int(labels[q]) for j in others]).long()
+        cosines = (z[others] * z[q]).sum(dim=1) / (z[others].norm(dim=1) * z[q].norm())
+        targets = (labels[others] == labels[q]).long()
         alone = smooth_ap(Rows(cosines[:, None], targets), temperature=temperature)
         losses.append(alone.loss if bool(alone.valid[0]) else None)
     return _reduce(losses, z, reduction, [{}])
