@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ def problems(
     for rows, is_live in ((live, True), (past, False)):
         if rows is None:
             continue
+        scores = [row.unbind() for row in rows.logits.double()]
         for n in range(len(rows.logits)):
             for c in range(num_classes):
                 code = int(rows.targets[n, c] if rows.targets.ndim == 2 else rows.targets[n])
@@ -117,8 +119,8 @@ def problems(
                     continue  # a queued positive is left out of its own class
                 iid = True if rows.iid_mask is None else bool(rows.iid_mask[n])
                 weight = 1.0 if rows.sample_weight is None else float(rows.sample_weight[n])
-                score = rows.logits[n, c].double()
-                result[c].append(Row(score if is_live else score.detach(), positive, iid, is_live, weight))
+                score = scores[n][c] if is_live else scores[n][c].detach()
+                result[c].append(Row(score, positive, iid, is_live, weight))
     return result
 
 
@@ -321,14 +323,21 @@ def upper_level(
     return (low, 0.0) if low == high else (low, (high - low) * float(rank - lower))
 
 
+@lru_cache(maxsize=8)
+def _places(masses: tuple[float, ...]) -> list[Fraction]:
+    """Return the mass below each value over that of all others, which several levels of the same rows ask for."""
+    total, below, places = sum(map(Fraction, masses)), Fraction(0), []
+    for mass in map(Fraction, masses):
+        places.append(below / (total - mass))
+        below += mass
+    return places
+
+
 def _weighted_level(
     values: list[float], q: float | Fraction, interpolation: str, masses: list[float]
 ) -> tuple[float, float]:
     ordered = sorted(zip(values, masses), key=lambda pair: (pair[0], -pair[1]))  # of equal values the lightest is last
-    total, below, places = sum(map(Fraction, masses)), Fraction(0), []
-    for _, mass in ordered:
-        places.append(below / (total - Fraction(mass)))
-        below += Fraction(mass)
+    places = _places(tuple(mass for _, mass in ordered))
     place = 1 - exact(q)
     lower = max(k for k, each in enumerate(places) if each <= place)
     upper = min(k for k, each in enumerate(places) if each >= place)
@@ -376,7 +385,8 @@ def carry(base: float, offset: float, reference: list[Row], positives: list[Row]
     slopes = shares_of([i.score.item() - base - offset for i in positives], [i.weight for i in positives], tau)
     rho = sum(slope for slope, i in zip(slopes, positives) if i.live)
     shares = shares_of([j.score.item() - base - offset for j in rows], [j.mass for j in rows], tau)
-    return threshold + rho * sum(share * (j.score - j.score.detach()) for share, j in zip(shares, rows))
+    scores = _column(rows)
+    return threshold + rho * (torch.tensor(shares, dtype=torch.float64) * (scores - scores.detach())).sum()
 
 
 # --- recall ----------------------------------------------------------------------------------------------------------
@@ -485,9 +495,9 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
         parts = torch.tensor([j.mass for j in in_band], dtype=torch.float64) / sum(j.mass for j in in_band)
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau) @ parts for i in numerator]
     else:
-        knots: list[Tensor | float] = [level(rate) for rate in _rates(band)]
+        levels = [upper_level(reference, rate, band.quantile_interpolation, masses) for rate in _rates(band)]
+        knots: list[Tensor | float] = [sum(each) for each in levels]
         if band.threshold_gradient:
-            levels = [upper_level(reference, rate, band.quantile_interpolation, masses) for rate in _rates(band)]
             knots = [carry(*each, reference_rows, numerator, tau) for each in levels]
         chances = [_soft_tpr(i, knots, tau) for i in numerator]
         if band.threshold_gradient and not carriers(reference_rows):
@@ -531,7 +541,7 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
 
 def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
     """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
-    losses = torch.stack([-torch.nn.functional.logsigmoid((i.score - j.score) / scale) for j in negatives])
+    losses = -torch.nn.functional.logsigmoid((i.score - _column(negatives)) / scale)
     masses = torch.tensor([j.mass for j in negatives], dtype=torch.float64)
     return tilt * (torch.logsumexp(losses / tilt + masses.log(), dim=0) - masses.sum().log())
 
