@@ -33,7 +33,6 @@ NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of
 
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
 FIRST = ["types", "distributed", "docs", "losses", "conformance", "accumulation", "integrations", "repository"]
-AFTER = {"losses": "types"}  # it reads the cache of mypy
 # What shares a process in the fast tests, where starting pytest and its workers takes as long as the tests of a folder.
 TOGETHER = [
     ["distributed", "gradients", "large", "queues"],
@@ -101,9 +100,7 @@ def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[s
     start_server(folder / "workers")
     try:
         while waiting or running:
-            names = {job.name for job in waiting} | {one.job.name for one in running}
-            ready = [job for job in waiting if AFTER.get(job.name) not in names]
-            for job in ready[: CORES - len(running)]:
+            for job in waiting[: CORES - len(running)]:
                 waiting.remove(job)
                 running.append(start(job, arguments, folder / job.name.replace("/", "-")))
             time.sleep(0.05)
