@@ -655,7 +655,8 @@ def test_the_same_bits_with_any_instructions(tmp_path: Path) -> None:
         if set(target.split(",")) <= set(flags):
             one = f'-DMANY=__attribute__((target("{target}")))'
             assert result(target.replace(",", "_"), *FLAGS, one) == expected
-            assert result("contracted", *FLAGS[:-1], "-ffp-contract=fast", one) != expected
+            if target == "avx2,fma":
+                assert result("contracted", *FLAGS[:-1], "-ffp-contract=fast", one) != expected
 
 
 @pytest.mark.slow
@@ -671,6 +672,6 @@ def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
         (tmp_path / "kernels/native").mkdir(parents=True)
         (tmp_path / "kernels/native/sums.c").write_text(text.replace("(9 * (num_rows)", "(2 * (num_rows)"), "utf-8")
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    run = driven(tmp_path, "clean", "-O1", "-g", "-fopenmp-simd", *sanitizers, "-DMANY=")
+    run = driven(tmp_path, "clean", "-O0", "-g", *sanitizers, "-DMANY=")
     assert ("AddressSanitizer" in run.stderr) == is_control, run.stderr
     assert (run.returncode == 0) == (not is_control), run.stdout + run.stderr
