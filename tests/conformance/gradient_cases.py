@@ -185,6 +185,19 @@ def back_propagate_window(case: Case, model: nn.Module, loss: nn.Module, own: Ro
     return value
 
 
+_of_one_process: dict[str, Trace] = {}
+
+
+def train_alone(case: Case) -> Trace:
+    """Train in one process, once for all cases that only spread the rows or the computation in another way."""
+    queue_size = 0 if case.sharded else case.queue_size
+    spread = ("wrapper", "gradient_reduction", "by_bins", "sharded", "form", "layout", "is_split", "sync")
+    usual = case._replace(queue_size=queue_size, **{name: Case._field_defaults[name] for name in spread})
+    if str(usual) not in _of_one_process:
+        _of_one_process[str(usual)] = train(usual, 0, 1)
+    return _of_one_process[str(usual)]
+
+
 def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Return the largest gradient error and the largest error of the loss value, over the steps.
 
@@ -192,7 +205,7 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     spread one follows the parameters of the other: the limit is about a gradient, and a step of 0.5 turns the rounding
     of one into other scores for the next.
     """
-    whole = train(case, rank, 1)
+    whole = train_alone(case)
     costs = TABLE["cpu"]._replace(pair=1e9) if case.by_bins else TABLE["cpu"]
     fewest = 0 if case.is_split else retrieval.FEWEST_SPLIT
     follows = case.dtype == "float32" or case.options.get("reduction") == "sum"

@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -402,6 +402,12 @@ class Seen(NamedTuple):
     tracebacks: int  # that an uncaught exception would print
 
 
+@cache
+def gradient_of_one_process() -> Tensor:
+    """Return the gradient of a right step."""
+    return one_process(Model(), all_batches("full")).gradient
+
+
 def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list[Seen]:
     """Run a step in which the last rank, or everyone, does something wrong, and the next one."""
     is_bad = is_everyone or rank == dist.get_world_size() - 1
@@ -414,7 +420,7 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
 
 
 def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, num_before: int) -> Seen:
-    expected = one_process(Model(), all_batches("full")).gradient
+    expected = gradient_of_one_process()
     for _ in range(num_before):
         take(verb, arguments_of(verb, model, rank))
         model.zero_grad()
