@@ -14,6 +14,9 @@ from typing import Any
 
 import lines
 
+# The threads of numpy and scipy wait for each other: on busy cores L-BFGS takes four times as long with two.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # What nearly every worker imports. The compiler and the sharded wrappers are here because DDP and the first gather
 # import them.
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "fullrank"]

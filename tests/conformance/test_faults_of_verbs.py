@@ -1,6 +1,6 @@
 """A mistake of one rank in a verb over a window is raised on every rank, leaves nothing behind, and the next is exact.
 
-The tables say what a rank does wrong. Each row runs in the first and in the second step of a model, whose wrappers
+The tables say what a rank does wrong. Each row runs in the first and in the third step of a model, whose wrappers
 communicate at other places once they have warmed up, and under DDP without and with a buffer, which it broadcasts.
 """
 
@@ -409,21 +409,22 @@ def gradient_of_one_process() -> Tensor:
 
 
 def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list[Seen]:
-    """Run a step in which the last rank, or everyone, does something wrong, and the next one."""
-    is_bad = is_everyone or rank == dist.get_world_size() - 1
-    return [
-        _spoil(rank, verb, FAULTS[verb][name], wrap(Model(buffers=buffers), kind), is_bad, num_before)
-        for buffers in ([False, True] if kind == "ddp" and name not in OPENINGS else [False])
-        for num_before in (0, 1)
-        if not (buffers and verb == "accumulate each" and not is_everyone)  # every forward broadcasts then
-    ]
+    """Run a step in which the last rank, or everyone, does something wrong, and the next one; and both again."""
+    is_bad, found = is_everyone or rank == dist.get_world_size() - 1, []
+    for buffers in [False, True] if kind == "ddp" and name not in OPENINGS else [False]:
+        if buffers and verb == "accumulate each" and not is_everyone:
+            continue  # every forward broadcasts then
+        model = wrap(Model(buffers=buffers), kind)
+        found.append(_spoil(rank, verb, FAULTS[verb][name], model, is_bad))
+        if name == "backward inside":  # which is looked for in the first, second and fourth step, not in the third
+            take(verb, arguments_of(verb, model, rank))
+        found.append(_spoil(rank, verb, FAULTS[verb][name], model, is_bad))
+    return found
 
 
-def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool, num_before: int) -> Seen:
+def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool) -> Seen:
     expected = gradient_of_one_process()
-    for _ in range(num_before):
-        take(verb, arguments_of(verb, model, rank))
-        model.zero_grad()
+    model.zero_grad()
     if verb != "DeferredMean":  # which begins without gradients
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

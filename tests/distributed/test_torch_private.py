@@ -638,6 +638,7 @@ def of(*owners: object) -> set[str]:
     return {name for owner in owners for name in dir(owner)}
 
 
+@functools.cache
 def names_in(source: str) -> tuple[set[str], set[str], set[str]]:
     """Return the attributes, the identifiers in texts and imports, and what classes and modules define."""
     attributes, named, defined = set(), set(), set()

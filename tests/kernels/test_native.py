@@ -297,7 +297,7 @@ def test_a_subclass_with_another_formula_never_takes_the_step() -> None:
 def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     """To the last bit, in samples of rows and classes; what is not usual is left to torch."""
     generator = torch.Generator().manual_seed(0)
-    for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (90_000, 1), (500, 9), (90, 65), (200, 151)):
+    for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (9000, 1), (500, 9), (90, 65), (200, 151)):
         scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
         targets = torch.arange(num_rows) % max(2, num_classes)
         found = native.smooth_ap_of_rows(scores, targets, None, None, -100, None, 1.0, False, ALL)
