@@ -32,12 +32,14 @@ CORES = max(2, os.cpu_count() or 2)
 NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of the tests
 
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
-FIRST = ["types", "distributed", "docs", "losses", "conformance", "accumulation", "integrations", "repository"]
+FIRST = ["types", "losses", "conformance", "repository", "distributed", "kernels", "integrations", "docs"]
+FIRST += ["accumulation", "preflight", "large"]
 # What shares a process in the fast tests, where starting pytest and its workers takes as long as the tests of a folder.
 TOGETHER = [
     ["distributed", "gradients", "large", "queues"],
     ["conformance", "accumulation"],
-    ["data", "integrations", "kernels", "metrics", "preflight", "repository", "tests"],
+    ["repository", "data", "integrations", "preflight"],
+    ["kernels", "metrics", "tests"],
 ]
 
 

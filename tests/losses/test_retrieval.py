@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
@@ -293,6 +294,28 @@ def test_an_embedding_of_zeros_is_orthogonal_to_all() -> None:
     assert gradients[0][3].any()
 
 
+class Step(NamedTuple):
+    """A batch of ``layout``, and the loss of each of its queries over live and queued rows."""
+
+    embeddings: Tensor
+    labels: Tensor
+    losses: Tensor
+
+
+@cache
+def steps_of(layout: str) -> list[Step]:
+    """Return three steps with a queue of 20 rows, by the definition; computed once for all reductions and devices."""
+    rows, names, steps = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), []
+    for step in range(3):
+        embeddings, labels = make_embeddings(layout, step)
+        whole, kept = torch.cat([embeddings.requires_grad_(), rows]), labels != IGNORED
+        values = reference.retrieval_smooth_ap(whole, torch.cat([labels, names]), temperature=0.1, reduction="none")
+        steps.append(Step(embeddings, labels, values.loss[: len(labels)]))
+        unit = torch.nn.functional.normalize(embeddings.detach()[kept], dim=1)
+        rows, names = torch.cat([rows, unit])[-20:], torch.cat([names, labels[kept]])[-20:]
+    return steps
+
+
 @over_reductions
 @over_layouts
 def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str, device: torch.device) -> None:
@@ -301,17 +324,13 @@ def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str,
     With ``"none"`` the queries weigh differently in the backward; with the others alike.
     """
     loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
-    rows, names = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    for step in range(3):
-        twin, labels = make_embeddings(layout, step)
-        embeddings, named = twin.to(device, copy=True).requires_grad_(), labels.to(device)
-        whole, kept = torch.cat([twin.requires_grad_(), rows]), labels != IGNORED
-        values = reference.retrieval_smooth_ap(whole, torch.cat([labels, names]), temperature=0.1, reduction="none")
+    for step, (twin, labels, values) in enumerate(steps_of(layout)):
+        embeddings, named = twin.detach().to(device, copy=True).requires_grad_(), labels.to(device)
         # The second step has weights of the queries, which have no effect on the loss of each.
         weight = torch.arange(len(labels)).double() % 4
         given = {"sample_weight": weight.to(device)} if step == 1 else {}
         weight = weight if step == 1 and reduction != "none" else torch.ones_like(weight)
-        expected = values.loss[: len(labels)] * weight
+        expected = values * weight
         mean = expected.nansum() / weight[~expected.isnan()].sum()
         expected = {"none": expected, "sum": expected.nansum(), "mean": mean}[reduction]
         theirs = cases.gradient(expected, twin)
@@ -323,8 +342,6 @@ def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str,
             assert_close(cases.gradient(value, embeddings).cpu(), theirs, **COSINES)
         if step:
             assert (alone - found).abs().nansum() > 1e-3
-        unit = torch.nn.functional.normalize(twin.detach()[kept], dim=1)
-        rows, names = torch.cat([rows, unit])[-20:], torch.cat([names, labels[kept]])[-20:]
     again = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
     again.load_state_dict(loss.state_dict())
     assert torch.equal(again(embeddings, named).nan_to_num(), loss(embeddings, named).nan_to_num())
