@@ -54,7 +54,7 @@ def module(name: str) -> Any:
 
 def test_the_demo_proves_its_gradients_and_compares_its_losses(tmp_path: Path) -> None:
     output = tmp_path / "figures" / "demo.png"
-    done = _run("train_ddp", "--seeds", 2, "--steps", 8, "--output", output, cwd=tmp_path, processes=2)
+    done = _run("train_ddp", "--seeds", 2, "--steps", 4, "--output", output, cwd=tmp_path, processes=2)
     proofs = {label: (float(ours), float(detached)) for label, ours, detached, _ in PROOF_LINE.findall(done.stdout)}
     assert set(proofs) == PROVED
     for label, (ours, detached) in proofs.items():
