@@ -1,7 +1,9 @@
 """The runs of the benchmark on real data: losses by name, small networks trained with them, and their figures.
 
 A method is named by its terms and, after a comma, by what is added: ``"weighted cross-entropy + SmoothAP"``,
-``"cross-entropy, sampler"``, ``"SmoothAP, queue"``. Weighted cross-entropy weighs each row by the inverse share of its
+``"cross-entropy, sampler"``, ``"SmoothAP, queue"``. ``"recall"`` is ``RecallAtQuantileLoss``, and ``"pAUC dro"`` and
+``"pAUC pairwise"`` are ``PAUCAtBudgetLoss`` with that surrogate, all with the budget of the metric, 5 %; ``"pAUC"`` has
+its default. Weighted cross-entropy weighs each row by the inverse share of its
 class in the batches and divides by the sum of the weights, as ``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have
 weight 1, and losses of fullrank their defaults. ``"hard-negative 0.2"`` is a baseline that is written out here.
 """
@@ -22,13 +24,16 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import average_precision_score, balanced_accuracy_score
 from torch import Tensor, nn
 
-from fullrank import PAUCAtBudgetLoss, SmoothAPLoss
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.data import BalancedBatchSampler
 from fullrank.kernels.spread import spread_of
+from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 WIDTH, BATCH = 32, 256
 SAMPLED, QUEUE = 16, 4_096  # positives in a batch of the sampler on thinned sets, elsewhere a quarter; rows of a queue
 TREES = "boosted trees"
+METRICS = ("AP", "recall", "pAUC")  # recall in the top BUDGET of the rows, area to a false-positive rate of BUDGET
+BUDGET = 0.05
 CLASS_STEPS, CLASS_RATE, CLASS_BATCH, SMALLEST = 600, 1e-2, 512, 0.03
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,6 +47,8 @@ class Job(NamedTuple):
     splits: tuple[int, ...]
     steps: tuple[int, ...]  # after which the figures are taken
     share: float | None = None  # of positives, to which training and validation rows are thinned
+    batch: int = BATCH
+    parts: int = 1  # of a batch, each with a loss of its own, whose mean counts: processes that do not pool
 
 
 class Cache:
@@ -122,25 +129,42 @@ def build(method: str, share: float, columns: int) -> Loss:
         each = F.binary_cross_entropy_with_logits(logits, targets.to(logits), weight, reduction="none")
         return (each.sum(dim=0) / weight.sum(dim=0)).sum()
 
-    def smooth_ap(logits: Tensor, targets: Tensor) -> Tensor:
+    def in_units_of_spread(loss: Loss) -> Loss:
         # The automatic temperature is one for all classes. In units of its own spread each column has that of its own.
-        spreads = [spread_of(column[None], None) for column in logits.detach().T]
-        return of_units(logits / torch.tensor(spreads), targets)
+        def of_units(logits: Tensor, targets: Tensor) -> Tensor:
+            spreads = [spread_of(column[None], None) for column in logits.detach().T]
+            return loss(logits / torch.tensor(spreads), targets)
 
-    def queued(logits: Tensor, targets: Tensor) -> Tensor:
-        return sum((own(logits[:, i], targets[:, i]) for i, own in enumerate(with_queue)), torch.zeros(()))
+        return of_units
 
-    of_units = SmoothAPLoss(columns, temperature=SmoothAPLoss.spread_multiple, **options)
-    with_queue = [SmoothAPLoss(1, queue_size=QUEUE) for _ in range(columns)]
+    def with_queue(make: Callable[..., Loss], **settings: Any) -> Loss:
+        losses = [make(1, queue_size=QUEUE, **settings) for _ in range(columns)]
+        return lambda logits, targets: sum(
+            (own(logits[:, i], targets[:, i]) for i, own in enumerate(losses)), torch.zeros(())
+        )
+
+    ranking: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "SmoothAP": (SmoothAPLoss, {}),
+        "recall": (RecallAtQuantileLoss, {"quantile": BUDGET}),
+        "pAUC": (PAUCAtBudgetLoss, {}),
+        "pAUC dro": (PAUCAtBudgetLoss, {"beta": BUDGET, "surrogate": "dro"}),
+        "pAUC pairwise": (PAUCAtBudgetLoss, {"beta": BUDGET, "surrogate": "pairwise"}),
+    }
     terms: list[Loss] = []
     for name in names.split(" + "):
         kind, _, value = name.partition(" ")
         if kind == "hard-negative":
             terms.append(partial(hard_negative, share=float(value)))
-        elif kind == "SmoothAP":
-            terms.append(queued if added == "queue" else smooth_ap)
+        elif name not in ranking:
+            terms.append(cross_entropy)
         else:
-            terms.append(PAUCAtBudgetLoss(columns, **options) if kind == "pAUC" else cross_entropy)
+            make, settings = ranking[name]
+            if added == "queue":
+                terms.append(with_queue(make, **settings))
+            elif make is PAUCAtBudgetLoss:
+                terms.append(make(columns, **settings, **options))
+            else:
+                terms.append(in_units_of_spread(make(columns, temperature=make.spread_multiple, **settings, **options)))
     return lambda logits, targets: sum((term(logits, targets) for term in terms), torch.zeros(()))
 
 
@@ -165,28 +189,37 @@ def _rows(name: str, seed: int, share: float | None) -> Splits:
     return parts if share is None else thinned(parts, share, seed)._replace(test=parts.test)
 
 
-def average_precision(scores: Tensor, targets: Tensor, share: float | None = None) -> float:
-    """Return the average precision, 0 if a score is not finite.
+def figures_of(scores: Tensor, targets: Tensor, share: float | None = None) -> list[float]:
+    """Return the ``METRICS``, 0 if a score is not finite.
 
     With a ``share`` negatives are weighed so that positives have that share: the figure is that of rows with so few
     positives, and all positives of the test rows count.
     """
     if not bool(scores.isfinite().all()):
-        return 0.0
+        return [0.0] * len(METRICS)
     weights = None
     if share is not None:
         negative = float(targets.sum()) * (1 - share) / share / float((targets == 0).sum())
-        weights = torch.where(targets == 1, 1.0, negative).numpy()
-    return float(average_precision_score(targets.numpy(), scores.double().numpy(), sample_weight=weights))
+        weights = torch.where(targets == 1, 1.0, negative)
+    of_numpy = None if weights is None else weights.numpy()
+    figures = [float(average_precision_score(targets.numpy(), scores.double().numpy(), sample_weight=of_numpy))]
+    for metric in (RecallAtQuantile(quantile=BUDGET), PAUCAtBudget(beta=BUDGET)):
+        metric.update(scores.double(), targets, sample_weight=weights)
+        figures.append(float(metric.compute()))
+    return figures
 
 
-def run(job: Job) -> list[list[list[list[float]]]]:
-    """Return the average precision on validation and on test rows: (2, rates, splits, steps).
+def run(job: Job) -> list[Any]:
+    """Return the ``METRICS`` on validation and on test rows: (3, 2, rates, splits, steps).
 
     The boosted trees of scikit-learn have their defaults, and the same figure for all rates and steps.
     """
     all_rows = [_rows(job.set, seed, job.share) for seed in job.splits]
-    found: list[list[list[list[float]]]] = [[[[] for _ in job.splits] for _ in job.rates] for _ in range(2)]
+    found: list[list[list[list[list[float]]]]] = [[[[] for _ in job.splits] for _ in job.rates] for _ in range(2)]
+
+    def result() -> list[Any]:
+        metrics_first: list[Any] = np.moveaxis(np.array(found), -1, 0).tolist()
+        return metrics_first
 
     def visit(score: Callable[[Tensor], Tensor]) -> None:
         for part, share in ((0, None), (1, job.share)):
@@ -195,7 +228,7 @@ def run(job: Job) -> list[list[list[list[float]]]]:
                 scores = score(torch.stack([each.features for each in rows]))
             for rate, by_split in zip(scores, found[part], strict=True):
                 for own, each, values in zip(rate, rows, by_split, strict=True):
-                    values.append(average_precision(own, each.targets, share))
+                    values.append(figures_of(own, each.targets, share))
 
     if job.method == TREES:
         trees = [HistGradientBoostingClassifier(random_state=seed) for seed in job.splits]
@@ -206,27 +239,30 @@ def run(job: Job) -> list[list[list[list[float]]]]:
                 [torch.tensor(one.decision_function(own.numpy())) for one, own in zip(trees, features, strict=True)]
             ).expand(len(job.rates), -1, -1)
         )
-        return found
+        return result()
     features = torch.stack([splits.train.features for splits in all_rows])
     targets = torch.stack([splits.train.targets for splits in all_rows])
     share, positives = float(targets[0].float().mean()), None
     if job.method.endswith(", sampler"):
-        positives = BATCH // 4 if job.share is None else SAMPLED
-        share = positives / BATCH
+        positives = job.batch // 4 if job.share is None else SAMPLED
+        share = positives / job.batch
     networks = Networks(features.shape[2], job.splits, job.rates)
-    loss = build(job.method, share, len(job.rates) * len(job.splits))
-    streams = [batches(own, BATCH, positives, seed) for own, seed in zip(targets, job.splits, strict=True)]
+    columns = len(job.rates) * len(job.splits)
+    loss = build(job.method, share, columns * job.parts)
+    streams = [batches(own, job.batch, positives, seed) for own, seed in zip(targets, job.splits, strict=True)]
     place = torch.arange(len(job.splits))[:, None]
     for step in range(1, max(job.steps) + 1):
         index = torch.stack([next(stream) for stream in streams])
         logits = networks(features[place, index])
         own = targets[place, index].expand_as(logits)
         networks.optimizer.zero_grad()
-        loss(logits.flatten(0, 1).T, own.flatten(0, 1).T).backward()
+        # A part of a batch is one more column.
+        by_part = [rows.reshape(columns * job.parts, -1).T for rows in (logits, own)]
+        (loss(*by_part) / job.parts).backward()
         networks.optimizer.step()
         if step in job.steps:
             visit(networks)
-    return found
+    return result()
 
 
 def run_classes(name: str, seed: int, method: str, steps: int) -> dict[str, float]:
@@ -256,6 +292,6 @@ def run_classes(name: str, seed: int, method: str, steps: int) -> dict[str, floa
         logits, targets = model(rows.test.features).double(), rows.test.targets
     figures = {"accuracy": float(balanced_accuracy_score(targets.numpy(), logits.argmax(dim=1).numpy()))}
     for key, scores in (("logits", logits), ("probabilities", logits.softmax(dim=1))):
-        each = [average_precision(scores[:, label], (targets == label).long()) for label in targets.unique()]
+        each = [figures_of(scores[:, label], (targets == label).long())[0] for label in targets.unique()]
         figures[key] = float(np.mean(each))
     return figures

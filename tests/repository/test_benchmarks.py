@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scripts import imported, run_script
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
 pytestmark = pytest.mark.full
 
@@ -116,7 +116,10 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     # More nodes, less error.
     "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
     "pooling": check_pooling,
-    "real": lambda results: len(results["thinned"]) == 7 and {len(one["sets"]) for one in results["binary"]} == {2},
+    "real": lambda results: (
+        (len(results["thinned"]), len(results["pools"])) == (7, 72)
+        and {len(one["sets"]) for one in results["binary"]} == {2}
+    ),
     "retrieval": check_retrieval,
     "scale": check_scale,
     "several_classes": lambda results: len(results["table"]) == 5,
@@ -199,7 +202,8 @@ def test_networks_side_by_side_train_as_each_does_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(40, 3, generator=generator) * torch.tensor([1, 5, 9]), torch.zeros(40, 3).long()
     targets[:9] = 1
-    for method in ("weighted cross-entropy + SmoothAP", "hard-negative 0.2", "pAUC", "SmoothAP, queue"):
+    methods = "weighted cross-entropy + SmoothAP", "hard-negative 0.2", "pAUC", "SmoothAP, queue", "recall"
+    for method in (*methods, "pAUC dro", "cross-entropy + pAUC pairwise", "recall, queue"):
         together = runs.build(method, 0.1, 3)(logits, targets)
         alone = [runs.build(method, 0.1, 1)(logits[:, i : i + 1], targets[:, i : i + 1]) for i in range(3)]
         torch.testing.assert_close(together, sum(alone), rtol=1e-5, atol=1e-6)
@@ -221,13 +225,42 @@ def test_weighted_cross_entropy_divides_by_the_sum_of_the_weights() -> None:
     assert abs(build("cross-entropy", 0.1, 1)(logits, targets) - expected) > 0.1  # the control
 
 
-def test_a_weighed_average_precision_is_that_of_fewer_positives() -> None:
+def test_weighed_figures_are_those_of_fewer_positives() -> None:
     """Each negative stands for four: the same as rows in which it occurs four times."""
-    average_precision = module("real_runs").average_precision
+    figures_of = module("real_runs").figures_of
     scores, targets = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
-    repeated = average_precision(torch.cat([scores, scores[targets == 0].repeat(3)]), torch.tensor([1, 0, 1, *[0] * 7]))
-    assert average_precision(scores, targets, share=0.2) == pytest.approx(repeated)  # 2 of 10
-    assert average_precision(scores, targets) > repeated + 0.1  # the control
+    repeated = figures_of(torch.cat([scores, scores[targets == 0].repeat(3)]), torch.tensor([1, 0, 1, *[0] * 7]))
+    assert figures_of(scores, targets, share=0.2) == pytest.approx(repeated)  # 2 of 10
+    assert figures_of(scores, targets)[0] > repeated[0] + 0.1  # the control
+
+
+def test_the_figures_are_those_of_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = (torch.rand(400, generator=generator) < 0.1).long()
+    scores = torch.randn(400, generator=generator) + 1.5 * targets
+    found = module("real_runs").figures_of(scores, targets)
+    rates = roc_curve(targets, scores, drop_intermediate=False)[:2]
+    grid = np.linspace(0, 0.05, 100_001)
+    top = targets[scores.argsort(descending=True)[:20]]
+    expected = (
+        average_precision_score(targets, scores),
+        float(top.sum() / targets.sum()),
+        np.interp(grid, *rates).mean(),
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert abs(found[1] - found[2]) > 0.01
+
+
+def test_parts_of_a_batch_are_processes_that_do_not_pool() -> None:
+    runs = module("real_runs")
+    if (absent := module("real_data").missing()) is not None:
+        pytest.skip(absent)
+    found = []
+    for parts in (1, 4):
+        for method in ("cross-entropy", "SmoothAP"):
+            found.append(runs.run(runs.Job("letter H", method, (1e-2,), (10,), (3,), None, 1024, parts)))
+    assert found[0] == pytest.approx(np.array(found[2]), abs=1e-3)  # a mean of means of equal parts
+    assert np.abs(np.array(found[1]) - np.array(found[3])).max() > 1e-3
 
 
 def test_splits_share_no_row_and_no_column_reveals_the_target() -> None:
