@@ -55,8 +55,10 @@ def smooth_ap(
 
     Numerics:
         Half precision is computed in float32. The smaller the temperature, the closer the loss is to the exact metric,
-        and the fewer rows have gradient. O(N C) memory and time; for small N the time is O(positives x N). Queries are
-        padded to similar lengths, which at most doubles the rows. Grouping rows into queries breaks a compiled graph.
+        and the fewer rows have gradient. O(N C) memory and time; for small N the time is O(positives x N), and for
+        large N rows more than 34 temperatures apart have no effect on each other, which shows where weights differ by a
+        factor of 1e12 or more. Queries are padded to similar lengths, which at most doubles the rows. Grouping rows
+        into queries breaks a compiled graph.
 
     Example:
         >>> import torch
