@@ -1,6 +1,6 @@
 """What do the losses gain on real data? 29 sets with 1 to 10 % positives, by the protocol of a practitioner.
 
-Usage: python benchmarks/real.py [--quick] [--tables binary thinned pools] [--cache FILE] [--out FOLDER]
+Usage: python benchmarks/real.py [--quick] [--tables binary thinned] [--cache FILE] [--out FOLDER]
 
 The sets are those of real_data.py, the losses and the training those of real_runs.py. All methods share, for a set and
 a split, the rows, the network (two hidden layers of 32), its initial weights and the batches of 256 rows; a sampler
@@ -23,15 +23,7 @@ as twice its steps.
 ordinary batches and with a sampler that puts 16 positives into each. On test rows negatives are weighed so that
 positives have that share.
 
-``own``: the runs of ``binary`` and those of the losses for a budget, by each of the ``METRICS``: that metric on
-validation rows chooses, and on test rows judges. "Best of four" is the one of cross-entropy, weighted or not, with
-SmoothAP or without, that validation prefers.
-
-``pools``: the sets with more than 15,000 rows, batches of 256, 1,024 and 4,096 rows, 800 steps, two rates and two
-splits. A loss ranks the whole batch, or 256 rows at a time as 4 or 16 processes that do not pool do, or 256 rows and a
-queue of 4,096. Differences are from cross-entropy with as many rows a step.
-
-The full run takes about two hours on one core and writes real.json and the pictures of the page about choosing a loss.
+The full run takes about an hour on one core and writes real.json and the picture of the page about choosing a loss.
 ``--cache`` stores every finished run, so that an interrupted benchmark resumes. Needs the ``bench`` extra.
 """
 
@@ -41,14 +33,14 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from figures import BLUE, LINE, MUTED, ORANGE, panels_of, save
 from intervals import OverSets
 from real_data import BINARY, describe, missing, print_sets
-from real_runs import BATCH, METRICS, TREES, Cache, Job, run
+from real_runs import METRICS, TREES, Cache, Job, run
 from report import PICTURES, Record, Run
 
 CE, WEIGHTED, HARD = BASELINES = ("cross-entropy", "weighted cross-entropy", "hard-negative 0.2")
@@ -56,8 +48,6 @@ SUM = f"{WEIGHTED} + SmoothAP"
 METHODS = (*BASELINES, f"{CE} + SmoothAP", SUM, "SmoothAP", f"{CE} + pAUC", f"{CE}, sampler", TREES)
 BEST, FOUR = "best baseline", "best of four"
 GROUPS = {BEST: BASELINES, FOUR: (CE, WEIGHTED, f"{CE} + SmoothAP", SUM)}
-TERMS = ("", f"{CE} + ", f"{WEIGHTED} + ")
-OWN = tuple(f"{term}{name}" for name in ("recall", "pAUC dro", "pAUC pairwise") for term in TERMS)
 SAMPLER = f"{CE}, sampler"
 THINNED = (CE, SAMPLER, WEIGHTED, SUM, f"{SUM}, queue", f"{WEIGHTED}, sampler", f"{CE} + SmoothAP, sampler")
 SHARE, SEEN, TARGET = 0.004, 11, 0.97
@@ -73,7 +63,6 @@ LARGE = (
     "returning hotel guests",
     "respondents born abroad",
 )
-POOLED = (SUM, f"{WEIGHTED} + recall", "pAUC dro", f"{WEIGHTED} + pAUC pairwise")
 Found = dict[str, dict[str, np.ndarray]]  # by set and method: (2, rates, splits, steps), of validation and test rows
 
 
@@ -88,22 +77,6 @@ class Size(NamedTuple):
 
 FULL = Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), (50, 100, 200, 400, 800, 1600))
 QUICK = Size(("letter H", "positive covid tests"), (3e-3, 1e-2), (10,), (2, 4))
-
-
-class Layout(NamedTuple):
-    """The rows of a step and what is ranked together."""
-
-    batch: int
-    parts: int = 1
-    added: str = ""  # to the name of the method
-
-    def __str__(self) -> str:
-        return f"{self.batch:,}{f' as {self.parts}' if self.parts > 1 else ''}{self.added}"
-
-
-LAYOUTS = (Layout(256), Layout(1024, 4), Layout(1024), Layout(4096, 16), Layout(4096), Layout(256, 1, ", queue"))
-FULL_POOLS = Size(LARGE, (3e-3, 1e-2), (10, 11), (50, 100, 200, 400, 800))
-QUICK_POOLS = Size(("letter H",), (1e-2,), (10,), (2,))
 
 
 def chosen(found: Found, name: str, methods: Sequence[str], budget: int | None = None) -> float:
@@ -207,63 +180,6 @@ def binary(found: Found, size: Size) -> Record:
     return {"binary": main, "fresh": fresh, "budgets": budgets, "speed": speed}
 
 
-def own(found: dict[str, Found]) -> Record:
-    """Return and print the tables of each metric, which chooses and judges."""
-    records: Record = {}
-    order = (CE, WEIGHTED, f"{CE} + SmoothAP", SUM, "SmoothAP", FOUR, *OWN, SAMPLER, TREES)
-    for metric, runs in found.items():
-        new = {name: runs[name] for name in list(runs)[SEEN:] or runs}
-        records[metric] = against(runs, f"{metric}, chosen by {metric}", order, (CE, FOUR))
-        records[f"{metric}, fresh"] = against(new, f"{metric}, sets on which nothing was chosen", order, (CE, FOUR))
-    return records
-
-
-def pools(found: dict[str, dict[Layout, Found]]) -> list[Record]:
-    """Return and print the differences from cross-entropy with as many rows a step, by metric, loss and layout."""
-    records: list[Record] = []
-    for metric, by_layout in found.items():
-        for method in POOLED:
-            for layout, runs in by_layout.items():
-                base = of_sets(by_layout[Layout(layout.batch)], CE)
-                values = of_sets(runs, f"{method}{layout.added}")
-                about = {"metric": metric, "method": method, "layout": str(layout), "base": float(base.mean())}
-                records.append(about | {"rows": layout.batch, "parts": layout.parts} | compare(values, base))
-        own_lines = [one for one in records if one["metric"] == metric]
-        lines = [[one["method"], one["layout"], f"{one['base']:.3f}", *cells(one)] for one in own_lines]
-        header = ("loss", "rows a step", CE, "minus cross-entropy", "p", "better")
-        markdown(f"{metric} by the rows that are ranked together; {len(lines)} comparisons", header, lines)
-    return records
-
-
-def draw_pools(records: Sequence[Record], path: Path) -> None:
-    """Draw recall and partial area minus those of cross-entropy, by the rows of a step, pooled or not."""
-    sizes = sorted({one["rows"] for one in records})
-    panels = (("recall", "recall in the top 5 %"), ("pAUC", "area to a false-positive rate of 5 %"))
-    with panels_of(2, 5.6, sharex=True) as (figure, axes):
-        for (metric, title), axis in zip(panels, axes[:, 0], strict=True):
-            lines = ((SUM, BLUE, "SmoothAP"), (POOLED[1 if metric == "recall" else 3], ORANGE, metric))
-            for number, (method, colour, label) in enumerate(lines):
-                for pooled in (True, False):
-                    mine = [
-                        one
-                        for one in records
-                        if (one["metric"], one["method"]) == (metric, method) and "queue" not in one["layout"]
-                    ]
-                    mine = [one for one in mine if (one["parts"] == 1) == pooled or one["rows"] == BATCH]
-                    place = [sizes.index(one["rows"]) + 0.06 * (2 * number + pooled) for one in mine]
-                    y = np.array([[one[key] for key in ("mean", "low", "high")] for one in mine])
-                    spread = np.abs(y[:, 1:].T - y[:, 0])
-                    style = {"fmt": "o-" if pooled else "o:", "color": colour, "lw": 1.6, "capsize": 3, "markersize": 4}
-                    name = f"weighted + {label}, {'all rows' if pooled else '256 rows at a time'}"
-                    axis.errorbar(place, y[:, 0], yerr=spread, label=name, **style)
-            axis.axhline(0, color=LINE, linewidth=1)
-            axis.set(title=f"Minus cross-entropy: {title}")
-            axis.legend(frameon=False, fontsize=8)
-        axes[-1, 0].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-        axes[-1, 0].set(xlabel="rows a step")
-        save(figure, path)
-
-
 def draw(results: Record, path: Path) -> None:
     """Draw the gain over cross-entropy by the budget of steps, and that of each set with all steps."""
     steps = [f"{value:,}" for value in results["size"]["steps"]]
@@ -298,7 +214,7 @@ def draw(results: Record, path: Path) -> None:
 
 def main() -> None:
     """Run, print, write."""
-    script, tables = Run(__doc__, "real"), ("binary", "thinned", "pools")
+    script, tables = Run(__doc__, "real"), ("binary", "thinned")
     script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
     options = script.start()
@@ -307,7 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     size, cache = QUICK if options.quick else FULL, Cache(options.cache)
     large = [name for name in size.sets if name in LARGE]
-    plan = [(size.sets, (*METHODS, *OWN), None)] if "binary" in options.tables else []
+    plan = [(size.sets, METHODS, None)] if "binary" in options.tables else []
     plan += [(large, THINNED, SHARE)] if "thinned" in options.tables else []
     jobs = [
         Job(name, method, size.rates, size.splits, size.steps, share)
@@ -315,44 +231,23 @@ def main() -> None:
         for name in sets
         for method in methods
     ]
-    of_pools = QUICK_POOLS if options.quick else FULL_POOLS
-    if "pools" in options.tables:
-        jobs += [
-            Job(name, f"{method}{layout.added}", *of_pools[1:], None, layout.batch, layout.parts)
-            for name in of_pools.sets
-            for layout in LAYOUTS
-            for method in (*((CE,) if layout.parts == 1 and not layout.added else ()), *POOLED)
-        ]
-    found: dict[tuple[Any, ...], Found] = {}  # by share of positives, size of the runs, layout and metric
+    found: dict[float | None, Found] = {}
     start = time.perf_counter()
     for done, job in enumerate(jobs, 1):
-        results_of_job = cache.get(job, lambda job=job: run(job))
-        layout = Layout(job.batch, job.parts, ", queue" if job.method.endswith(", queue") and not job.share else "")
-        for metric, result in zip(METRICS, results_of_job, strict=True):
-            by_set = found.setdefault((job.share, job.steps, layout, metric), {})
-            by_set.setdefault(job.set, {})[job.method] = np.array(result)
-        if done % 10 == 0:
+        of_metrics = cache.get(job, lambda job=job: run(job))
+        result = np.array(of_metrics[METRICS.index("AP")])
+        found.setdefault(job.share, {}).setdefault(job.set, {})[job.method] = result
+        if job.method == METHODS[-1] or done % 10 == 0:
             print(f"{time.perf_counter() - start:.0f} s: {done} of {len(jobs)} runs, {job.set}", flush=True)
     results: Record = {"size": size._asdict(), "sets": describe(size.sets)}
     print_sets(results["sets"])
-    plain = Layout(BATCH)
-    if "binary" in options.tables:
-        results |= binary(found[None, size.steps, plain, "AP"], size)
-        results["own"] = own({metric: found[None, size.steps, plain, metric] for metric in METRICS})
-    if "thinned" in options.tables:
+    results |= binary(found[None], size) if None in found else {}
+    if SHARE in found:
         title = "Thinned to 0.4 % positives, rate and checkpoint by validation"
-        results["thinned"] = against(found[SHARE, size.steps, plain, "AP"], title, THINNED, (CE, SAMPLER))
-    if "pools" in options.tables:
-        by_metric = {
-            metric: {layout: found[None, of_pools.steps, layout, metric] for layout in LAYOUTS} for metric in METRICS
-        }
-        results["pools"] = pools(by_metric)
+        results["thinned"] = against(found[SHARE], title, THINNED, (CE, SAMPLER))
     script.write(**results)
-    if (folder := script.folder(PICTURES)) is not None:
-        if "binary" in results:
-            draw(results, folder / "gains.svg")
-        if "pools" in results:
-            draw_pools(results["pools"], folder / "pools.svg")
+    if "binary" in results and (folder := script.folder(PICTURES)) is not None:
+        draw(results, folder / "gains.svg")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from real_data import Splits, split, thinned
 from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.metrics import average_precision_score, balanced_accuracy_score
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_curve
 from torch import Tensor, nn
 
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.data import BalancedBatchSampler
 from fullrank.kernels.spread import spread_of
-from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
 
 WIDTH, BATCH = 32, 256
 SAMPLED, QUEUE = 16, 4_096  # positives in a batch of the sampler on thinned sets, elsewhere a quarter; rows of a queue
@@ -202,11 +201,18 @@ def figures_of(scores: Tensor, targets: Tensor, share: float | None = None) -> l
         negative = float(targets.sum()) * (1 - share) / share / float((targets == 0).sum())
         weights = torch.where(targets == 1, 1.0, negative)
     of_numpy = None if weights is None else weights.numpy()
-    figures = [float(average_precision_score(targets.numpy(), scores.double().numpy(), sample_weight=of_numpy))]
-    for metric in (RecallAtQuantile(quantile=BUDGET), PAUCAtBudget(beta=BUDGET)):
-        metric.update(scores.double(), targets, sample_weight=weights)
-        figures.append(float(metric.compute()))
-    return figures
+    rows = targets.numpy(), scores.double().numpy()
+    precision = float(average_precision_score(*rows, sample_weight=of_numpy))
+    # Ties share the budget. RecallAtQuantile reviews all rows that tie with the last one, which are all rows of a
+    # network that has collapsed.
+    alarms, hits, _ = roc_curve(*rows, sample_weight=of_numpy, drop_intermediate=False)
+    share_of_positives = share or float(targets.float().mean())
+    reviewed = share_of_positives * hits + (1 - share_of_positives) * alarms
+    recall = float(np.interp(BUDGET, reviewed, hits))
+    inside = alarms < BUDGET
+    end = np.interp(BUDGET, alarms, hits)
+    area = float(np.trapezoid(np.append(hits[inside], end), np.append(alarms[inside], BUDGET))) / BUDGET
+    return [precision, recall, area]
 
 
 def run(job: Job) -> list[Any]:
