@@ -414,6 +414,30 @@ BAD_ROWS = [
     (LOGITS, TARGETS - 1, ValueError, r"targets: expected class indices in \[0, 3\).*got -1"),
     (LOGITS.tolist(), TARGETS, TypeError, "logits: expected a tensor"),
 ]
+
+
+@pytest.mark.parametrize("tied", [0, 15, 24, 40, 200])
+def test_a_recall_of_many_ties_warns_once(tied):
+    """Of 200 rows 20 are reviewed, and those that tie with the last of them."""
+    scores, targets = torch.arange(200.0).flip(0), (torch.arange(200) % 9 == 0).long()
+    scores[15 : 15 + tied] = scores[15]
+    if tied == 200:
+        scores[:] = 0.5
+    metric = RecallAtQuantile(1, quantile=0.1)
+    metric.update(scores, targets)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = [metric.compute()]
+        metric._computed = None  # torchmetrics would return the value that it holds
+        values.append(metric.compute())
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == (tied >= 40)
+    assert all("because scores are equal" in text for text in texts)
+    assert values[0] == values[1]
+    if tied == 200:
+        assert float(values[0]) == 1
+
+
 BOTH, RECALL, PAUC = (RecallAtQuantile, PAUCAtBudget), (RecallAtQuantile,), (PAUCAtBudget,)
 AREA = "alpha, beta: expected 0 <= alpha < beta <= 1"
 BAD_ARGUMENTS = [
