@@ -38,7 +38,7 @@ from real_runs import BATCH, METRICS, Cache, Job, run
 from report import PICTURES, Record, Run
 
 TERMS = ("", f"{CE} + ", f"{WEIGHTED} + ")
-OWN = tuple(f"{term}{name}" for name in ("recall", "pAUC dro", "pAUC pairwise") for term in TERMS)
+OWN = (*(f"{term}{name}" for name in ("recall", "pAUC dro", "pAUC pairwise") for term in TERMS), "pAUC")
 BASES = (CE, WEIGHTED, f"{CE} + SmoothAP", SUM, "SmoothAP")
 POOLED = (SUM, f"{WEIGHTED} + recall", "pAUC dro", f"{CE} + pAUC pairwise")
 

@@ -115,7 +115,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
     # More nodes, less error.
     "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
-    "own_metric": lambda results: (len(results["pools"]), len(results["losses"]["recall"])) == (72, 15),
+    "own_metric": lambda results: (len(results["pools"]), len(results["losses"]["recall"])) == (72, 16),
     "pooling": check_pooling,
     "real": lambda results: len(results["thinned"]) == 7 and {len(one["sets"]) for one in results["binary"]} == {2},
     "retrieval": check_retrieval,
