@@ -16,6 +16,11 @@ because DDP has not begun to reduce. A rank must not raise earlier: the others m
 any exchange. It stores the error, runs a backward of zeros instead, and continues. Ranks outside the group, such as
 those of tensor parallelism, do not see the error.
 
+A loss that back-propagates itself reduces in its own backward. Its factor m / N is needed before that, so
+``Step.factor`` exchanges the closing header when it is read in the last micro-batch. What is known only later, the loss
+of that micro-batch and its errors, goes into one more header at the end of the loop. All ranks know of it from the
+first one.
+
 A header and a collective of the wrapper must never meet in the same group. DDP and plain modules communicate nothing
 between the two headers, so their ranks may skip a micro-batch or have different numbers of them. FSDP2, SyncBatchNorm
 and sync="each" communicate in every micro-batch, so different numbers are refused. DDP's first forward would rebuild
@@ -173,9 +178,14 @@ class Step:
         self._num_added: Tensor | None = None  # of elements of them, before the call for it
         self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
         self._error: Exception | None = None  # the first one, for the closing header
-        self._is_closed = self._has_ended = False
+        self._is_agreed = False  # whether the header before the last backward was exchanged
+        self._is_closed = False  # whether no header follows
+        self._has_ended = False
+        self._num_recorded = 0  # in this micro-batch
+        self._kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
         self._switched = ExitStack()  # restores the wrappers' switches
         self._total = 0.0  # sum of the losses over all ranks
+        self._num_items = self._num_with_items = 0.0  # the sum of num_items, and their number
 
     @not_compiled
     def backward(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> None:
@@ -193,9 +203,9 @@ class Step:
                 for a mean without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as
                 one term; for ``num_items`` that are negative or do not add up to the count.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
-                itself, as chunked cross-entropies do, because that part is not divided by the count. It is looked for
-                in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add yourself, such
-                as those of a penalty, belong after this call.
+                itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
+                It is looked for in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add
+                yourself, such as those of a penalty, belong after this call.
 
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
@@ -223,11 +233,70 @@ class Step:
         share.register_hook(count)
         return share
 
-    def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
-        """Return what :meth:`scale` returns; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
+    @property
+    @not_compiled
+    def factor(self) -> float:
+        """The factor m / N of the window's loss, for a loss that back-propagates itself; 0.0 without terms.
+
+        N is the count over all ranks and micro-batches, m the number that gradients are divided by. Multiply by it what
+        is back-propagated without :meth:`backward`: the chunks of a chunked cross-entropy, or an auxiliary loss whose
+        gradient is added inside the forward. Pass the value of such a loss to :meth:`record`.
+
+        Raises:
+            RuntimeError: outside of the loop.
+
+        Distributed:
+            In the last micro-batch the first reading exchanges the header that :meth:`backward` exchanges otherwise,
+            and the end of the loop exchanges another one. Read it on every rank at the same place, under FSDP2 before
+            the forward. An error that a rank makes before is raised here, on every rank. One made later is raised at
+            the end of the loop, when the gradients have been reduced; they are discarded.
+        """
+        self._begin_own_backward()
+        return self._terms.multiplier / self._terms.number if self._terms.number else 0.0
+
+    @not_compiled
+    def record(self, loss_sum: Tensor | float) -> None:
+        """Add a summed loss to :meth:`mean_loss` without a backward; at most once per micro-batch.
+
+        Call it in place of :meth:`backward` for a loss that back-propagates itself, also on a rank without terms. Call
+        it before :meth:`backward` for a further term that has its gradient from elsewhere, such as an auxiliary loss.
+
+        Args:
+            loss_sum: the sum over this micro-batch's terms, without :attr:`factor`; its gradient is not used.
+
+        Raises:
+            TypeError, ValueError: for what is not a number; see also :meth:`backward`.
+            RuntimeError: for a second call, or one after :meth:`backward`.
+        """
+        self._begin_own_backward()
+        name = f"recorded loss of micro-batch {self._index}"
+        self._num_recorded += 1
+        try:
+            if self._num_recorded > 1 or self._num_calls:
+                fix = "Add the values of a micro-batch, and record them before step.backward."
+                raise RuntimeError(expected(name, "one call, before step.backward", Words("another one"), fix))
+            value = check_scalar(name, loss_sum)
+            if isinstance(loss_sum, Tensor):
+                self._check_sum(name, loss_sum)
+            self._keep_loss(value)
+        except Exception as error:
+            self._store_or_raise(error, runs_backward=True)
+
+    def _begin_own_backward(self) -> None:
+        """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
+        self._check_inside()
+        self._before = self._num_added = None
+        if self._is_last and not self._is_agreed:
+            self._close_window(is_early=True)
+
+    def _check_inside(self) -> None:
         if self._index < 0:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
+
+    def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
+        """Return what :meth:`scale` returns; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
+        self._check_inside()
         self._num_calls += 1
         if self._before is not None:
             self._num_added, self._before = self._before.count_added(), None
@@ -238,7 +307,7 @@ class Step:
             self._store_or_raise(error, runs_backward=self._num_calls > 1 or can_run)
             # Back-propagate zeros, through the graph if there is one: the others may communicate in their backward.
             share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
-        if self._is_last:
+        if self._is_last and not self._is_agreed:
             self._close_window()
         return share
 
@@ -269,17 +338,23 @@ class Step:
             self._before = gradients_to_watch(window.model)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
-                self._num_calls = self._num_backward = 0
+                self._num_calls = self._num_backward = self._num_recorded = 0
                 self._used = window.switch(index)
                 yield self, micro_batch
                 if self._index < 0:
                     return  # the step raised, and the caller continued the loop
-                if self._num_backward != 1:
-                    fix = "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns."
+                is_own = self._num_calls == 0 and self._num_recorded > 0  # the loss has back-propagated itself
+                if self._num_backward != 1 and not is_own:
+                    fix = (
+                        "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns, "
+                        "or step.record(loss_sum) for a loss that back-propagates itself."
+                    )
                     text = expected(f"micro-batch {index}", "one backward", self._num_backward, fix)
                     self._store_or_raise(RuntimeError(text), runs_backward=self._num_backward > 0)
-                    if self._is_last:
-                        self._close_window()  # the last call of backward, which was left out, would have done it
+                elif is_own and self._is_last and not self._has_used_ddp():
+                    self._store_or_raise(unseen_forward("loss"), runs_backward=True)
+                if self._is_last and not self._is_closed:
+                    self._close_window()  # the last call of backward was left out, or its header came too early
             if not (self._is_prepared or all(window.wrappers.forwards_seen)):
                 discard_gradients_(window.model)
                 raise unseen_forward("loss")
@@ -299,11 +374,7 @@ class Step:
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
             self._is_prepared = wrappers.check_forwards(name, loss, self._used, others_prepare=others_prepare)
-        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term:
-            raise ValueError(gathered_loss_message(name))
-        if num_items is None and is_mean(loss) and not self._has_one_term:
-            fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
-            raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
+        self._check_sum(name, loss, is_mean_allowed=num_items is not None)
         # Half precision would round m / N, and float16 overflows above 65504.
         total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         total = total.reshape(()) if total.ndim else total
@@ -315,12 +386,31 @@ class Step:
             else:
                 total = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
             self._items.append(items)
-        value = total.detach()
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        self._losses.append(value.tolist() if value.is_cpu else value.clone())
-        self._kind = value.dtype, value.device
+        self._keep_loss(total.detach())
         number = self._terms.number
         return total * (self._terms.multiplier / number) if number else _zero_loss(total)
+
+    def _check_sum(self, name: str, loss: Tensor, *, is_mean_allowed: bool = False) -> None:
+        """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""
+        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term:
+            raise ValueError(gathered_loss_message(name))
+        if not is_mean_allowed and is_mean(loss) and not self._has_one_term:
+            fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
+            raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
+
+    def _keep_loss(self, value: Tensor | float) -> None:
+        """Keep a detached sum for the closing header."""
+        kept: Any = value
+        if isinstance(value, Tensor):
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self._kind = torch.promote_types(value.dtype, torch.float32), value.device
+            kept = value.tolist() if value.is_cpu else value.clone()
+        self._losses.append(kept)
+
+    def _has_used_ddp(self) -> bool:
+        """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
+        seen = self._window.wrappers.forwards_seen
+        return not seen or (any(seen) and not any(used and not now for used, now in zip(self._used, seen)))
 
     @property
     def _has_one_term(self) -> bool:
@@ -330,15 +420,19 @@ class Step:
 
     def _store_or_raise(self, error: Exception, *, runs_backward: bool) -> None:
         """Store ``error`` for the closing header; raise it if none follows, or if the others wait for a backward."""
-        hangs = self._window.is_lockstep and not self._is_last and not runs_backward
+        reduces = self._is_agreed and bool(self._window.wrappers.ddp or self._window.wrappers.fsdp)
+        hangs = (reduces or (self._window.is_lockstep and not self._is_last)) and not runs_backward
         if self._window.ranks is None or self._is_closed or hangs:
             if not self._is_closed:
                 self._abandon()
             raise error
         self._error = self._error or error
 
-    def _close_window(self) -> None:
-        """Exchange the closing header before the last backward: add the losses, or raise an error, on every rank."""
+    def _close_window(self, *, is_early: bool = False) -> None:
+        """Exchange a closing header before the last backward: add the losses, or raise an error, on every rank.
+
+        If any rank calls it ``is_early``, before it knows its last loss, all ranks call it again after the backward.
+        """
         window, terms = self._window, self._terms
 
         def bring() -> Offer[None]:
@@ -349,33 +443,42 @@ class Step:
                 got = Words(f"{number:.0f} changed elements before step.backward(loss)")
                 fix = (
                     "The loss has probably called backward itself, and that part would not be divided by the count: "
-                    "let it return a loss with its graph. What must stay undivided, such as a penalty, calls backward "
-                    "only after step.backward(loss)."
+                    "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
+                    "step.backward. What must stay undivided, such as a penalty, calls backward only after "
+                    "step.backward(loss)."
                 )
                 raise RuntimeError(expected("loss of micro-batch 0", what, got, fix))
             items = [check_amount("num_items", number) for number in as_numbers(self._items)]
-            facts = {"forwards of DDP": window.wrappers.same_forwards}
-            return Offer(None, facts, totals=(sum(as_numbers(self._losses)), math.fsum(items), len(items)))
+            forwards = window.wrappers.same_forwards
+            if is_early and window.wrappers.ddp:
+                forwards = forwards._replace(value=Words("some"))  # this rank's may follow
+            totals = (sum(as_numbers(self._losses)), math.fsum(items), len(items), is_early)
+            return Offer(None, {"forwards of DDP": forwards}, totals=totals)
 
         try:
             totals = agree_on("accumulate (end of the window)", window.ranks, bring).totals
-            losses, items, num_with_items, *_ = map(sum, zip(*totals))
-            is_complete = terms.counts is not None and num_with_items == sum(window.num_micro_batches)
-            if is_complete and not abs(items - terms.number) <= _ROUNDING * terms.number:
+            losses, items, num_with_items, num_early = map(sum, zip(*totals))
+            self._total += losses
+            self._num_items += items
+            self._num_with_items += num_with_items
+            self._losses.clear()
+            self._items.clear()
+            is_complete = terms.counts is not None and self._num_with_items == sum(window.num_micro_batches)
+            if not num_early and is_complete and not abs(self._num_items - terms.number) <= _ROUNDING * terms.number:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
                 what = f"a sum over the window equal to its count, {terms.number:.17g}"
                 kind = ValueError if window.ranks is None else RankValueError
-                raise kind(expected("num_items", what, items, fix))
+                raise kind(expected("num_items", what, self._num_items, fix))
         except Exception:
             self._abandon()
             raise
-        self._is_closed, self._total = True, losses
+        self._is_agreed, self._is_closed = True, not num_early
 
     def _abandon(self) -> None:
         """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""
         window = self._window
         has_begun = self._index > 0 if window.ranks is None else max(window.num_micro_batches) > 1
-        if has_begun:
+        if has_begun or self._is_agreed:
             discard_gradients_(window.model)
         else:
             window.wrappers.forget_forwards()

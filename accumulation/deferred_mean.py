@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import TensorWeakRef
 
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
@@ -121,6 +122,7 @@ class DeferredMean:
         self._sync.prepare_first_forwards()
         self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
+        self._note_gradients()
         _ALIVE.add(self)
 
     @not_compiled
@@ -137,8 +139,12 @@ class DeferredMean:
         Raises:
             TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
-                gradients that are not 0, of a step before or of a loss that back-propagates inside itself; when there
-                is a newer object for the model.
+                gradients that are not 0, of the constructor's time or of the last :meth:`finish`; when there is a newer
+                object for the model.
+
+        A loss may have back-propagated a part of itself before, unscaled: it is divided with the rest. Under DDP each
+        parameter may get only one gradient of a micro-batch. Before such a loss set gradients to None, as
+        ``optimizer.zero_grad()`` does: those that were set to 0 in place look like old ones.
 
         Every rank raises an error before the backward, so gradients and counts stay as they were.
         """
@@ -164,7 +170,10 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            grads = map(local_gradient, distinct_entries(self._model)) if is_first else ()
+            known = [ref() for ref in self._old] if is_first else []
+            old = set(map(id, known)) - {id(None)}
+            entries = distinct_entries(self._model) if old else []
+            grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
             counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
             num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
             facts = {
@@ -266,6 +275,7 @@ class DeferredMean:
         dtype = torch.promote_types(dtype, torch.float32)
         self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
         self._sums = _Sums()
+        self._note_gradients()
         return _as_count(sums.num_terms)
 
     def mean_loss(self) -> Tensor:
@@ -294,6 +304,11 @@ class DeferredMean:
         self._sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
         self._multiplier = self._sync.multiplier if multiplier is None else check_positive("multiplier", multiplier)
         self._sync.check_group(self._group)
+
+    def _note_gradients(self) -> None:
+        """Remember the gradients that the next step must not add to."""
+        grads = (entry.parameter.grad for entry in distinct_entries(self._model))
+        self._old = [TensorWeakRef(grad) for grad in grads if grad is not None]
 
     def _forget_forwards(self) -> None:
         """Reset DDP after an error: its forward has prepared a backward that does not follow."""
@@ -334,8 +349,8 @@ def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None
             failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
         elif num_stale:
             fix = (
-                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. A loss "
-                "that back-propagates inside itself leaves gradients too: return it without calling backward in it."
+                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. With a "
+                "loss that back-propagates inside itself, let it set them to None."
             )
             got = Words(f"gradients with {num_stale:.0f} elements that are not 0")
             what = "no gradient before the first backward of a step"

@@ -69,6 +69,37 @@ class Model(nn.Module):
         return logits if self.loss is None else self.loss(logits, *arguments, **options)
 
 
+class Headless(Model):
+    """Returns hidden states; its last layer belongs to the loss."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.middle(self.up(self.embed(tokens))))
+
+
+class _AddGradient(torch.autograd.Function):
+    """Returns ``hidden``, and adds ``factor`` times the gradient of ``loss``."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.tensor(ctx.factor, dtype=grad.dtype), None
+
+
+class Router(nn.Module):
+    """A layer with an auxiliary loss."""
+
+    factor = 1.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        loss = 0.1 * hidden.square().sum()
+        self.loss_sum = loss.detach()
+        return _AddGradient.apply(hidden, loss, self.factor)
+
+
 class Adapted(nn.Module):
     """A base and two linear layers on its logits, of which each call names one."""
 

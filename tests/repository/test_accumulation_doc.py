@@ -14,7 +14,7 @@ from integration_cases import flat as parameters
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import run_block
-from subjects import Adapted, Model, error, wrap
+from subjects import Adapted, Headless, Model, Router, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
@@ -63,13 +63,15 @@ LIMIT = 1e-12  # float64
 blocks = partial(pages.blocks, "accumulation.md")
 NAMES = blocks("Recipes")
 LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
+CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
 
 
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
     tested += ["A server, whose calls come one by one", "Packed sequences"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
-    assert pages.PAGES["accumulation.md"].count("```python") == len(NAMES) + 2 + len(tested)
+    others = len(NAMES) + len([LOOP, MEANS, CHUNKED, INJECTED])
+    assert pages.PAGES["accumulation.md"].count("```python") == others + len(tested)
 
 
 LOOPS = {f"loop, {kind}": (size, kind, [LOOP], 4) for kind, size in (("ddp", 2), ("fsdp2", 2), ("hsdp", 4))}
@@ -91,6 +93,33 @@ def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
     assert wrong != LOOP
     with pytest.raises(AssertionError, match="expected one backward, got 0"):
         pool_of_two(training, "ddp", [wrong], 4)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_a_loss_that_back_propagates_itself(rank: int, kind: str, is_chunked: bool, is_right: bool) -> None:
+    """Two windows; the control has the factor of one process."""
+    inner, reference, router = (Headless() if is_chunked else Model()), Model(), Router()
+    for each in (inner, reference):
+        each.down.register_parameter("bias", None)
+    everyone = [batch for r in range(2) for batch in batches_of(r)]
+    losses = [sum_loss(reference, batch) for batch in everyone]
+    if not is_chunked:
+        inner.middle.append(router)
+        losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everyone]
+    expected = torch.stack(losses).sum() / sum(map(num_valid, everyone))
+    expected.backward()
+    model, code = wrap(inner, kind), (CHUNKED.replace("1024", "5") if is_chunked else INJECTED)
+    if not is_right:
+        code = code.replace("step.factor", "step.factor / 2")
+    for _ in range(2):
+        names = {"model": model, "head": inner.down, "router": router, "micro_batches": batches_of(rank)}
+        step = run_blocks([*NAMES, code], loader=[], optimizer=None, **names)["step"]
+        assert (error(flat(model), flat(reference)) <= LIMIT) == is_right
+        assert error(step.mean_loss(), expected.detach()) <= LIMIT
+        model.zero_grad()
 
 
 WINDOWS = {
