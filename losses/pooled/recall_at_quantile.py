@@ -119,7 +119,8 @@ class RecallAtQuantileLoss(RankingLoss):
     """One minus the smooth recall at a quantile, over the rows of all ranks and of a memory queue.
 
     The formula is that of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
-    queue. Give it many more rows than ``1 / quantile``, 200 by default.
+    queue. Give it many more rows than ``1 / quantile``, 200 by default, and add it to weighted cross-entropy: on 29
+    tables its recall was that of cross-entropy in the sum, and lower alone (see the page about choosing a loss).
 
     The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
     threshold, not this balance: the threshold carries the slope of the live positives, and the gradient of the live
