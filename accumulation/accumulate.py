@@ -30,7 +30,7 @@ buckets and broadcast buffers; this happens right after the opening header inste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,10 +38,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..distributed.group import Group, is_initialized
-from ..distributed.header import Offer, agree_on
+from ..distributed.group import Group, group_ranks, is_initialized
+from ..distributed.header import NUM_TOTALS, Offer, agree_on, digest
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
-from ..errors import RankValueError, Words, check_amount, check_positive, expected
+from ..errors import RankValueError, Words, check_amount, check_number, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
@@ -54,13 +54,16 @@ B = TypeVar("B")
 SUM_UP = 'Sum it up, as with reduction="sum"'
 # Relative tolerance between the sum of num_items and the count: integers agree exactly, float32 sums of weights do not.
 _ROUNDING = 1e-5
+MAX_TERMS = NUM_TOTALS - 3  # with counts of their own; a header has two totals of num_items and one of Step.factor too
+
+Count = Callable[[Any], Tensor | float] | Tensor | float
 
 
 @not_compiled
 def accumulate(
     model: nn.Module,
     micro_batches: Sequence[B],
-    count: Callable[[Any], Tensor | float] | Tensor | float,
+    count: Count | Mapping[str, Count],
     *,
     group: Group = None,
     sync: str = "last",
@@ -86,7 +89,9 @@ def accumulate(
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
         count: the number of terms that the losses sum. Pass a function that takes a micro-batch and returns its number
             of terms, or the sum of their weights, on this rank; or :func:`count_valid_tokens`, with keywords bound by
-            ``functools.partial``; or one number that already covers all ranks and micro-batches.
+            ``functools.partial``; or one number that already covers all ranks and micro-batches. For several losses
+            with counts of their own, at most 5, pass a mapping of names to counts: the loss of the window is the sum
+            over the names of :math:`w S / N`, see :meth:`Step.backward`.
         group: the ranks that hold different rows. None is the ranks over which ``model`` reduces its gradients, or the
             default group if no wrapper reduces them. Pass the larger group if context parallelism is outside of the
             wrapper's mesh. A model without a wrapper requires it on several ranks: it says that you add up the
@@ -129,38 +134,68 @@ def accumulate(
     def bring(window: Window) -> Offer[_Terms]:
         window.wrappers.check_group(group)
         factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-        rule = token_rule(count)
-        count_terms = count if rule is None else rule.num_valid
-        if callable(count_terms):
-            counts = counts_of(window.micro_batches, count_terms)
-            number = math.fsum(counts)
-            # The ranks cannot compare functions: each rank has an object of its own.
-            terms, kind = _Terms(number, counts, factor), rule or Words("a function")
-        elif isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
-            number = float(check_amount("count", as_numbers([check_scalar("count", count)])[0]))
-            # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
-            terms, kind = _Terms(number, None, factor), Words(f"{number:.17g} over all ranks")
-        else:
-            what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
-            raise TypeError(expected("count", what, count))
-        return Offer(terms, {"multiplier": factor, "count": kind}, totals=(number,))
+        terms = _Terms({}, {}, factor)
+        facts: dict[str, object] = {"multiplier": factor}
+        for name, each in _named_counts(count):
+            terms.numbers[name], terms.counts[name], facts[_label("count", name)] = _count(window, each, name)
+        return Offer(terms, facts, totals=[*terms.numbers.values()])
 
     window, terms, totals = open_window(
         "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
     )
     if sync == "each":
         window.check_equal_numbers()  # a plain model too: a hook may reduce after each
-    if terms.counts is not None:
-        terms = terms._replace(number=math.fsum(row[0] for row in totals))
+    for place, name in enumerate(terms.numbers):
+        if terms.counts[name] is not None:
+            terms.numbers[name] = math.fsum(row[place] for row in totals)
     return Step(window, terms)._iterate()
 
 
 class _Terms(NamedTuple):
-    """The count and the multiplier of a window."""
+    """The counts and the multiplier of a window, by the names of the losses; a loss without a name has the name ""."""
 
-    number: float  # N, over all ranks and micro-batches
-    counts: list[float] | None  # of this rank's micro-batches; None when the caller passed N
+    numbers: dict[str, float]  # N, over all ranks and micro-batches
+    counts: dict[str, list[float] | None]  # of this rank's micro-batches; None when the caller passed N
     multiplier: float  # m
+
+    def factor(self, name: str) -> float:
+        """Return m / N, or 0 without terms."""
+        return self.multiplier / self.numbers[name] if self.numbers[name] else 0.0
+
+    @property
+    def are_named(self) -> bool:
+        return "" not in self.numbers
+
+
+def _named_counts(count: Any) -> list[tuple[str, Any]]:
+    """Return the counts with their names, in an order that is the same on every rank."""
+    if not isinstance(count, Mapping):
+        return [("", count)]
+    if not all(isinstance(name, str) and name for name in count):
+        raise TypeError(expected("count", "names that are not empty, each with a count", list(count)))
+    if not 0 < len(count) <= MAX_TERMS:
+        raise ValueError(expected("count", f"one to {MAX_TERMS} names", len(count), "Add up losses of equal counts."))
+    return sorted(count.items())
+
+
+def _label(what: str, name: str) -> str:
+    return f"{what} of {name!r}" if name else what
+
+
+def _count(window: Window, count: Any, name: str) -> tuple[float, list[float] | None, object]:
+    """Return the number of terms, that of each micro-batch, and what must be equal on all ranks."""
+    label, rule = _label("count", name), token_rule(count)
+    count_terms = count if rule is None else rule.num_valid
+    if callable(count_terms):
+        counts = counts_of(window.micro_batches, count_terms, label)
+        # The ranks cannot compare functions: each rank has an object of its own.
+        return math.fsum(counts), counts, rule or Words("a function")
+    if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
+        number = float(check_amount(label, as_numbers([check_scalar(label, count)])[0]))
+        # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
+        return number, None, Words(f"{number:.17g} over all ranks")
+    what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
+    raise TypeError(expected(label, what, count))
 
 
 class Step:
@@ -171,7 +206,9 @@ class Step:
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
         self._num_calls = self._num_backward = 0  # in this micro-batch
-        self._losses: list[Any] = []  # one sum per micro-batch; the device is read when the window closes
+        # One sum per micro-batch, with its name; the device is read when the window closes.
+        self._losses: list[tuple[str, Any]] = []
+        self._weights: dict[str, float] = {}  # of the names in the loss of the window
         self._items: list[Tensor | float] = []
         self._used: Sequence[bool] = ()  # see Window.switch
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
@@ -181,27 +218,40 @@ class Step:
         self._is_agreed = False  # whether the header before the last backward was exchanged
         self._is_closed = False  # whether no header follows
         self._has_ended = False
-        self._num_recorded = 0  # in this micro-batch
+        self._recorded: set[str] = set()  # names in this micro-batch
         self._kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
         self._switched = ExitStack()  # restores the wrappers' switches
-        self._total = 0.0  # sum of the losses over all ranks
+        self._totals = dict.fromkeys(terms.numbers, 0.0)  # sums of the losses over all ranks
         self._num_items = self._num_with_items = 0.0  # the sum of num_items, and their number
 
     @not_compiled
-    def backward(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor | Mapping[str, Tensor],
+        *,
+        num_items: Tensor | float | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
 
         Args:
-            loss: scalar, the *sum* of the losses of this micro-batch's terms, such as with ``reduction="sum"``.
+            loss: scalar, the *sum* of the losses of this micro-batch's terms, such as with ``reduction="sum"``. With
+                counts by name a mapping of all names to sums, except for those that were passed to :meth:`record`. A
+                name without terms in the window counts 0, even when its loss is NaN.
             num_items: the number of terms if ``loss`` is their *mean* instead. A mean over 0 terms is NaN; it adds
                 nothing to value and gradient. The host does not read a tensor: for a tensor of 0 the gradient is zero
                 only if the loss turns a gradient of 0 into zeros. torch's losses do, a division by that 0 does not.
+                Not for counts by name.
+            weights: the factors of the names in the loss of the window, 1 for the others; the same in every
+                micro-batch and on every rank.
 
         Raises:
-            TypeError: when ``loss`` is not a floating-point tensor, or ``num_items`` not a number.
-            ValueError: for a ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module;
-                for a mean without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as
-                one term; for ``num_items`` that are negative or do not add up to the count.
+            TypeError: when ``loss`` is not a floating-point tensor, or a mapping where there are counts by name; when
+                ``num_items`` or a weight is not a number.
+            ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
+                ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
+                without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
+                for ``num_items`` that are negative or do not add up to the count.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
                 It is looked for in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add
@@ -213,19 +263,25 @@ class Step:
             rank raises alone only if the others wait for a backward that it cannot run: one whose loss has no graph,
             under FSDP2 or ``sync="each"``.
         """
-        share = self._scale(loss, num_items, others_prepare=False)
+        share = self._scale(loss, num_items, weights, others_prepare=False)
         self._num_backward += 1
         share.backward()
 
     @not_compiled
-    def scale(self, loss: Tensor, *, num_items: Tensor | float | None = None) -> Tensor:
+    def scale(
+        self,
+        loss: Tensor | Mapping[str, Tensor],
+        *,
+        num_items: Tensor | float | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
         Use ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``. With an Accelerator use
         ``accelerator.backward(step.scale(loss))`` and ``gradient_accumulation_steps=1``; otherwise it divides again.
         Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
         """
-        share = self._scale(loss, num_items, others_prepare=True)
+        share = self._scale(loss, num_items, weights, others_prepare=True)
 
         def count(grad: Tensor) -> None:
             self._num_backward += 1
@@ -243,7 +299,7 @@ class Step:
         gradient is added inside the forward. Pass the value of such a loss to :meth:`record`.
 
         Raises:
-            RuntimeError: outside of the loop.
+            RuntimeError: outside of the loop; with counts by name.
 
         Distributed:
             In the last micro-batch the first reading exchanges the header that :meth:`backward` exchanges otherwise,
@@ -251,34 +307,48 @@ class Step:
             the forward. An error that a rank makes before is raised here, on every rank. One made later is raised at
             the end of the loop, when the gradients have been reduced; they are discarded.
         """
+        self._check_naming("factor", are_named=False)
         self._begin_own_backward()
-        return self._terms.multiplier / self._terms.number if self._terms.number else 0.0
+        return self._terms.factor("")
+
+    @property
+    @not_compiled
+    def factors(self) -> dict[str, float]:
+        """What :attr:`factor` is, by name, for counts by name; without the weights."""
+        self._check_naming("factors", are_named=True)
+        self._begin_own_backward()
+        return {name: self._terms.factor(name) for name in self._terms.numbers}
 
     @not_compiled
-    def record(self, loss_sum: Tensor | float) -> None:
-        """Add a summed loss to :meth:`mean_loss` without a backward; at most once per micro-batch.
+    def record(self, loss_sum: Tensor | float, name: str | None = None, *, weight: float = 1.0) -> None:
+        """Add a summed loss to :meth:`mean_loss` without a backward; at most once per micro-batch, or name of it.
 
         Call it in place of :meth:`backward` for a loss that back-propagates itself, also on a rank without terms. Call
         it before :meth:`backward` for a further term that has its gradient from elsewhere, such as an auxiliary loss.
 
         Args:
             loss_sum: the sum over this micro-batch's terms, without :attr:`factor`; its gradient is not used.
+            name: which of the counts by name it belongs to.
+            weight: the factor of the name in :meth:`mean_loss`, as in :meth:`backward`.
 
         Raises:
-            TypeError, ValueError: for what is not a number; see also :meth:`backward`.
+            TypeError, ValueError: for what is not a number, or an unknown name; see also :meth:`backward`.
             RuntimeError: for a second call, or one after :meth:`backward`.
         """
         self._begin_own_backward()
-        name = f"recorded loss of micro-batch {self._index}"
-        self._num_recorded += 1
+        where, term = f"recorded loss of micro-batch {self._index}", name or ""
         try:
-            if self._num_recorded > 1 or self._num_calls:
+            if term not in self._terms.numbers:
+                names = Words(", ".join(map(repr, self._terms.numbers))) if self._terms.are_named else None
+                raise ValueError(expected(f"name of the {where}", f"one of {names}", name))
+            if term in self._recorded or self._num_calls:
                 fix = "Add the values of a micro-batch, and record them before step.backward."
-                raise RuntimeError(expected(name, "one call, before step.backward", Words("another one"), fix))
-            value = check_scalar(name, loss_sum)
+                raise RuntimeError(expected(where, "one call, before step.backward", Words("another one"), fix))
+            self._recorded.add(term)
+            value = check_scalar(where, loss_sum)
             if isinstance(loss_sum, Tensor):
-                self._check_sum(name, loss_sum)
-            self._keep_loss(value)
+                self._check_sum(where, loss_sum, term)
+            self._keep_loss(value, term, weight)
         except Exception as error:
             self._store_or_raise(error, runs_backward=True)
 
@@ -294,19 +364,37 @@ class Step:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
 
-    def _scale(self, loss: Tensor, num_items: Tensor | float | None, *, others_prepare: bool) -> Tensor:
+    def _check_naming(self, name: str, *, are_named: bool) -> None:
+        if are_named != self._terms.are_named:
+            what, got = ("counts by name", "one count")[:: 1 if are_named else -1]
+            fix = "Use step.factors and step.mean_losses() with counts by name, step.factor without."
+            raise RuntimeError(expected(name, what, Words(got), fix))
+
+    def _scale(
+        self,
+        loss: Tensor | Mapping[str, Tensor],
+        num_items: Tensor | float | None,
+        weights: Mapping[str, float] | None,
+        *,
+        others_prepare: bool,
+    ) -> Tensor:
         """Return what :meth:`scale` returns; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
         self._check_inside()
         self._num_calls += 1
         if self._before is not None:
             self._num_added, self._before = self._before.count_added(), None
         try:
-            share = self._checked_share(loss, num_items, others_prepare)
+            losses = self._losses_of(loss, num_items, weights)
+            share = self._checked_share(losses, num_items, weights or {}, others_prepare)
         except Exception as error:
-            can_run = self._num_calls == 1 and _has_graph(loss) and (self._is_last or self._is_prepared)
+            given = loss if isinstance(loss, Mapping) else {"": loss}
+            is_whole = not isinstance(loss, Mapping) or self._recorded.union(given) >= self._terms.numbers.keys()
+            can_run = is_whole and all(map(_has_graph, given.values())) and (self._is_last or self._is_prepared)
+            can_run = can_run and self._num_calls == 1
             self._store_or_raise(error, runs_backward=self._num_calls > 1 or can_run)
             # Back-propagate zeros, through the graph if there is one: the others may communicate in their backward.
-            share = loss.sum() * 0 if can_run else torch.zeros((), requires_grad=True)
+            zeros = [each.sum() * 0 for each in given.values()] if can_run else []
+            share = sum(zeros[1:], zeros[0]) if zeros else torch.zeros((), requires_grad=True)
         if self._is_last and not self._is_agreed:
             self._close_window()
         return share
@@ -314,17 +402,34 @@ class Step:
     def mean_loss(self) -> Tensor:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
 
-        A detached scalar on the device and in the dtype of the losses, float32 for half precision; 0 without terms. It
-        is the same on every rank of the group over which the terms were counted, and costs no communication.
+        With counts by name it is the weighted sum of :meth:`mean_losses`. A detached scalar on the device and in the
+        dtype of the losses, float32 for half precision; 0 without terms. It is the same on every rank of the group over
+        which the terms were counted, and costs no communication.
 
         Raises:
             RuntimeError: before the loop has ended, or when it was left early.
         """
+        self._check_ended("mean_loss")
+        return self._as_loss(sum(self._weights.get(name, 1.0) * mean for name, mean in self._means()))
+
+    def mean_losses(self) -> dict[str, Tensor]:
+        """Return :meth:`mean_loss` by name, without the weights, for counts by name."""
+        self._check_naming("mean_losses", are_named=True)
+        self._check_ended("mean_losses")
+        return {name: self._as_loss(mean) for name, mean in self._means()}
+
+    def _check_ended(self, name: str) -> None:
         if not self._has_ended:
             fix = "Call it after the loop over accumulate(...), which must have run to its end."
-            raise RuntimeError(expected("mean_loss", "a window that has ended", Words("one that has not"), fix))
+            raise RuntimeError(expected(name, "a window that has ended", Words("one that has not"), fix))
+
+    def _means(self) -> Iterator[tuple[str, float]]:
+        for name, number in self._terms.numbers.items():
+            yield name, self._totals[name] / number if number else 0.0
+
+    def _as_loss(self, value: float) -> Tensor:
         dtype, device = self._kind
-        return torch.full((), self._total / (self._terms.number or 1.0), dtype=dtype, device=device)
+        return torch.full((), value, dtype=dtype, device=device)
 
     def _iterate(self) -> Iterator[tuple[Step, Any]]:
         """Switch the wrappers for each micro-batch, yield it with this step, and check that it had one backward."""
@@ -338,19 +443,22 @@ class Step:
             self._before = gradients_to_watch(window.model)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
-                self._num_calls = self._num_backward = self._num_recorded = 0
+                self._num_calls = self._num_backward = 0
+                self._recorded.clear()
                 self._used = window.switch(index)
                 yield self, micro_batch
                 if self._index < 0:
                     return  # the step raised, and the caller continued the loop
-                is_own = self._num_calls == 0 and self._num_recorded > 0  # the loss has back-propagated itself
+                # Whether the loss has back-propagated itself.
+                is_own = self._num_calls == 0 and self._recorded == self._terms.numbers.keys()
                 if self._num_backward != 1 and not is_own:
                     fix = (
                         "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns, "
                         "or step.record(loss_sum) for a loss that back-propagates itself."
                     )
                     text = expected(f"micro-batch {index}", "one backward", self._num_backward, fix)
-                    self._store_or_raise(RuntimeError(text), runs_backward=self._num_backward > 0)
+                    ran = self._num_backward > 0 or bool(self._recorded)
+                    self._store_or_raise(RuntimeError(text), runs_backward=ran)
                 elif is_own and self._is_last and not self._has_used_ddp():
                     self._store_or_raise(unseen_forward("loss"), runs_backward=True)
                 if self._is_last and not self._is_closed:
@@ -361,62 +469,103 @@ class Step:
             self._has_ended = True
         window.wrappers.leave_as_reduced()
         if is_initialized():
-            note_count(window.model, self._terms.number)
+            note_count(window.model, math.fsum(self._terms.numbers.values()))
 
-    def _checked_share(self, loss: Tensor, num_items: Tensor | float | None, others_prepare: bool) -> Tensor:
-        """Check the loss of a micro-batch, record its sum, and return ``m * S / N``."""
+    def _losses_of(self, loss: Any, num_items: object, weights: object) -> dict[str, Tensor]:
+        """Check a micro-batch's call, and return its losses by name, in the order of the counts."""
         where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
-        check_summed_loss(name, loss)
+        numbers, is_mapping = self._terms.numbers, isinstance(loss, Mapping)
+        if is_mapping != self._terms.are_named:
+            what = (
+                f"a mapping of {list(numbers)} to summed losses" if self._terms.are_named else "a floating-point tensor"
+            )
+            raise TypeError(expected(name, what, loss))
+        losses = dict(loss) if is_mapping else {"": loss}
+        if losses.keys() - numbers.keys() or not losses or losses.keys() | self._recorded != numbers.keys():
+            what = f"the names {list(numbers)}, without those that were recorded"
+            fix = "A micro-batch without terms of a name passes a sum of 0 with its graph."
+            raise ValueError(expected(name, what, Words(str(list(losses))), fix))
+        if weights is not None and not (isinstance(weights, Mapping) and weights.keys() <= losses.keys()):
+            raise ValueError(
+                expected(f"weights {where}", f"a mapping of names among {list(losses)} to numbers", weights)
+            )
+        if num_items is not None and is_mapping:
+            raise ValueError(expected(f"num_items {where}", "None with counts by name", num_items, f"{SUM_UP}."))
+        for term, each in losses.items():
+            check_summed_loss(_label(name, term), each)
+        return {term: losses[term] for term in numbers if term in losses}
+
+    def _checked_share(
+        self,
+        losses: dict[str, Tensor],
+        num_items: Tensor | float | None,
+        weights: Mapping[str, float],
+        others_prepare: bool,
+    ) -> Tensor:
+        """Check the losses of a micro-batch, record their sums, and return the sum of ``weight * m * S / N``."""
+        where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
+        all_losses = sum([*losses.values()][1:], next(iter(losses.values())))  # for its graph
         wrappers, sync = self._window.wrappers, self._window.sync
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
-            self._is_prepared = wrappers.check_forwards(name, loss, self._used, others_prepare=others_prepare)
-        self._check_sum(name, loss, is_mean_allowed=num_items is not None)
-        # Half precision would round m / N, and float16 overflows above 65504.
-        total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        total = total.reshape(()) if total.ndim else total
+            self._is_prepared = wrappers.check_forwards(name, all_losses, self._used, others_prepare=others_prepare)
+        totals: dict[str, Tensor] = {}
+        for term, loss in losses.items():
+            self._check_sum(_label(name, term), loss, term, is_mean_allowed=num_items is not None)
+            # Half precision would round m / N, and float16 overflows above 65504.
+            total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+            totals[term] = total.reshape(()) if total.ndim else total
         if num_items is not None:
-            items = check_scalar(f"num_items {where}", num_items)
+            items, total = check_scalar(f"num_items {where}", num_items), totals[""]
             if isinstance(items, Tensor):
-                factor = items.to(total.device, total.dtype)
-                total = torch.where(factor == 0, torch.zeros_like(total), total * factor)
+                number = items.to(total.device, total.dtype)
+                totals[""] = torch.where(number == 0, torch.zeros_like(total), total * number)
             else:
-                total = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
+                totals[""] = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
             self._items.append(items)
-        self._keep_loss(total.detach())
-        number = self._terms.number
-        return total * (self._terms.multiplier / number) if number else _zero_loss(total)
+        shares: list[Tensor] = []
+        counted = [total for term, total in totals.items() if self._terms.numbers[term]]
+        for term, total in totals.items():
+            weight = weights.get(term, 1.0)
+            self._keep_loss(total.detach(), term, weight)
+            factor = self._terms.factor(term)
+            shares.append(total * (weight * factor) if factor else _zero_loss(total, counted))
+        return sum(shares[1:], shares[0])
 
-    def _check_sum(self, name: str, loss: Tensor, *, is_mean_allowed: bool = False) -> None:
+    def _check_sum(self, name: str, loss: Tensor, term: str, *, is_mean_allowed: bool = False) -> None:
         """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""
-        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term:
+        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term(term):
             raise ValueError(gathered_loss_message(name))
-        if not is_mean_allowed and is_mean(loss) and not self._has_one_term:
+        if not is_mean_allowed and is_mean(loss) and not self._has_one_term(term):
             fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
             raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
 
-    def _keep_loss(self, value: Tensor | float) -> None:
-        """Keep a detached sum for the closing header."""
+    def _keep_loss(self, value: Tensor | float, term: str, weight: float) -> None:
+        """Keep a detached sum for the closing header, and the weight of its name, which does not change."""
         kept: Any = value
+        weight = check_number(_label("weight", term), weight)
+        if self._weights.setdefault(term, weight) != weight:
+            what = f"{self._weights[term]:g}, as earlier in this window"
+            raise ValueError(expected(_label("weight", term), what, weight))
         if isinstance(value, Tensor):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             self._kind = torch.promote_types(value.dtype, torch.float32), value.device
             kept = value.tolist() if value.is_cpu else value.clone()
-        self._losses.append(kept)
+        self._losses.append((term, kept))
 
     def _has_used_ddp(self) -> bool:
         """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
         seen = self._window.wrappers.forwards_seen
         return not seen or (any(seen) and not any(used and not now for used, now in zip(self._used, seen)))
 
-    @property
-    def _has_one_term(self) -> bool:
+    def _has_one_term(self, term: str) -> bool:
         """Whether this micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""
-        counts, window = self._terms.counts, self._window
-        return self._terms.number == sum(window.num_micro_batches) if counts is None else counts[self._index] == 1
+        counts, window = self._terms.counts[term], self._window
+        whole = self._terms.numbers[term] == sum(window.num_micro_batches)
+        return whole if counts is None else counts[self._index] == 1
 
     def _store_or_raise(self, error: Exception, *, runs_backward: bool) -> None:
         """Store ``error`` for the closing header; raise it if none follows, or if the others wait for a backward."""
@@ -452,27 +601,39 @@ class Step:
             forwards = window.wrappers.same_forwards
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
-            totals = (sum(as_numbers(self._losses)), math.fsum(items), len(items), is_early)
+            sums = dict.fromkeys(terms.numbers, 0.0)
+            for (name, _), value in zip(self._losses, as_numbers([value for _, value in self._losses])):
+                sums[name] += value
+            # A rank that comes early does not know its weights.
+            state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
+            totals = math.fsum(items), len(items), state, *sums.values()
             return Offer(None, {"forwards of DDP": forwards}, totals=totals)
 
         try:
             totals = agree_on("accumulate (end of the window)", window.ranks, bring).totals
-            losses, items, num_with_items, num_early = map(sum, zip(*totals))
-            self._total += losses
+            states = [row[2] for row in totals]
+            items, num_with_items, _, *losses = map(sum, zip(*totals))
+            is_final = -1 not in states
+            for name, loss in zip(terms.numbers, losses):
+                self._totals[name] += loss
             self._num_items += items
             self._num_with_items += num_with_items
             self._losses.clear()
             self._items.clear()
-            is_complete = terms.counts is not None and self._num_with_items == sum(window.num_micro_batches)
-            if not num_early and is_complete and not abs(self._num_items - terms.number) <= _ROUNDING * terms.number:
+            kind = ValueError if window.ranks is None else RankValueError
+            if is_final and window.ranks is not None and len(set(states)) > 1:
+                others = [rank for rank, state in zip(group_ranks(window.ranks), states) if state != states[0]]
+                raise kind(expected("weights", "the same on every rank", Words(f"others on ranks {others}")))
+            is_complete = terms.counts.get("") is not None and self._num_with_items == sum(window.num_micro_batches)
+            number = terms.numbers.get("", 0.0)
+            if is_final and is_complete and not abs(self._num_items - number) <= _ROUNDING * number:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
-                what = f"a sum over the window equal to its count, {terms.number:.17g}"
-                kind = ValueError if window.ranks is None else RankValueError
+                what = f"a sum over the window equal to its count, {number:.17g}"
                 raise kind(expected("num_items", what, self._num_items, fix))
         except Exception:
             self._abandon()
             raise
-        self._is_agreed, self._is_closed = True, not num_early
+        self._is_agreed, self._is_closed = True, is_final
 
     def _abandon(self) -> None:
         """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""
@@ -506,14 +667,22 @@ def _has_graph(loss: object) -> bool:
     return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
 
 
-def _zero_loss(loss: Tensor) -> Tensor:
+def _zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
     """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
+
+    The gradients of ``others``, which have nodes of that graph too, stay.
 
     ``loss * 0`` is not enough: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. That
     backward must still run, because the wrapper communicates in it. So hooks replace the gradients that each node of
     the graph returns by zeros.
     """
     seen: set[Node] = set()
+    pending = [other.grad_fn for other in others]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
     pending = [loss.grad_fn]
     while pending:
         node = pending.pop()

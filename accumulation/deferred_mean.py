@@ -170,7 +170,7 @@ class DeferredMean:
                 raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            known = [ref() for ref in self._old] if is_first else []
+            known = [ref() for ref in self._gradients_before] if is_first else []
             old = set(map(id, known)) - {id(None)}
             entries = distinct_entries(self._model) if old else []
             grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
@@ -308,7 +308,7 @@ class DeferredMean:
     def _note_gradients(self) -> None:
         """Remember the gradients that the next step must not add to."""
         grads = (entry.parameter.grad for entry in distinct_entries(self._model))
-        self._old = [TensorWeakRef(grad) for grad in grads if grad is not None]
+        self._gradients_before = [TensorWeakRef(grad) for grad in grads if grad is not None]
 
     def _forget_forwards(self) -> None:
         """Reset DDP after an error: its forward has prepared a backward that does not follow."""
@@ -339,7 +339,7 @@ def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None
     These numbers may be on a device. Reading them with the header avoids an additional wait.
     """
     failed: list[tuple[int, Exception]] = []
-    for rank, (num_terms, _, num_stale, kind) in zip([0] if ranks is None else group_ranks(ranks), totals):
+    for rank, (num_terms, _, num_stale, kind, *_) in zip([0] if ranks is None else group_ranks(ranks), totals):
         if not (num_terms >= 0 and math.isfinite(num_terms)):
             failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
         elif kind == _OVER_RANKS and num_terms != 1 and ranks is not None:

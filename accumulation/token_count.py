@@ -151,14 +151,14 @@ def token_rule(count: object) -> TokenRule | None:
     return TokenRule(**count.keywords).check()
 
 
-def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) -> list[float]:
+def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float], what: str = "count") -> list[float]:
     """Return ``count(micro_batch)`` of each on this rank; an error names the micro-batch."""
     counts: list[Any] = []
     for index, micro_batch in enumerate(micro_batches):
         try:
             counted = count(micro_batch)
         except Exception as error:
-            kind, name = public_class(error), f"count of micro-batch {index}"
+            kind, name = public_class(error), f"{what} of micro-batch {index}"
             if is_from_a_check(error):
                 raise kind(f"{name}: {error}") from None
             # Every rank prints a traceback. Shorten it, and name the line of the caller's function in the text. The
@@ -169,8 +169,8 @@ def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float]) 
                 place = f", raised in {code.co_name} ({code.co_filename}, line {trace.tb_lineno})"
             text = f"{type(error).__name__}: " + reason_of(error).removeprefix(f"{type(error).__name__}: ")
             raise kind(expected(name, "a number", Words(text + place))) from None
-        counts.append(check_scalar(f"count of micro-batch {index}", counted))
-    return [check_amount(f"count of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts))]
+        counts.append(check_scalar(f"{what} of micro-batch {index}", counted))
+    return [check_amount(f"{what} of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts))]
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:

@@ -1,9 +1,9 @@
 """Agreement: every communicating call opens with the same all-gather, of the same size on all ranks.
 
 gloo aborts or hangs when ranks enter different collectives, or the same collective with different sizes. So each rank
-first joins an all-gather of one header of eight words, even if its checks have failed::
+first joins an all-gather of one header of twelve words, even if its checks have failed::
 
-    | failed | digest | rows | checksum | total 0 | total 1 | total 2 | total 3 |
+    | failed | digest | rows | checksum | total 0 | ... | total 7 |
 
     failed    2 if this rank failed its checks; 1 if a check of values on the device failed and its reason is unknown
     digest    64-bit hash of the facts that must be equal on all ranks: which call, dtypes, shapes, flags, state ...;
@@ -112,7 +112,7 @@ class Offer(Generic[T]):
         facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice. The same object
             as in the last such call is not hashed again, so the mapping must not be changed.
         rows: number of rows on this rank.
-        totals: at most four numbers, floats or one-element tensors.
+        totals: at most eight numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
         check: a check of this rank's arguments that the host has not read.
         tensors: row-aligned, None for an absent one. They may differ between the ranks only in the number of rows,
@@ -251,7 +251,7 @@ def _refuse_transforms() -> NoReturn:
 def _pack_header(
     words: Sequence[Tensor | int], totals: Sequence[Tensor | float], room: Room, ranks: ProcessGroup
 ) -> Tensor:
-    """Write four words and up to four totals into the room; return the header, on the device where it travels."""
+    """Write four words and up to eight totals into the room; return the header, on the device where it travels."""
     values: list[Any] = [*words, *totals, *[0.0] * (NUM_TOTALS - len(totals))]
     if room.is_on_host:
         _LAYOUT.pack_into(room.block, 0, *[value.item() if isinstance(value, Tensor) else value for value in values])

@@ -36,7 +36,7 @@ MAX_TOTAL_SIZE = 2**20  # bytes that a rank receives: the room of all ranks
 MAX_IDLE_CALLS = 8  # in a row before the room shrinks; fewer in a large room
 _MAX_IDLE_BYTES = 2**17  # that calls in a row send unused before the room shrinks
 
-NUM_TOTALS = 4
+NUM_TOTALS = 8
 HEADER_BYTES = 8 * (4 + NUM_TOTALS)
 
 _MAX_PARCELS = 64  # that a group remembers
@@ -49,7 +49,7 @@ class Room:
         size: a power of two, or 0.
         is_on_host: whether the headers of the group travel on the host.
         block: the header and the rows of this rank, as bytes; ``sent`` is the same memory as a tensor (words,) int64.
-        arrived: (W * words,) int64, the blocks of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 4) float64 are
+        arrived: (W * words,) int64, the blocks of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 8) float64 are
             views of their headers.
     """
 

@@ -31,7 +31,7 @@ class Shard(NamedTuple):
     @staticmethod
     def of(pool: Pool, exchange: Exchange, scale: int, agreed: Agreement[Any]) -> Shard:
         """Return the shard with the totals of the header: :func:`totals_of`. The pool gets weights of a common unit."""
-        positives, low, high, heaviest = numpy.array(agreed.totals).T
+        positives, low, high, heaviest, *_ = numpy.array(agreed.totals).T
         ends = float(low.min()), float(high.max())  # NaN if one is
         weight = pool.rows.sample_weight
         if weight is not None:

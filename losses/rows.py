@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     @staticmethod
     def of_all(tensors: Sequence[Any], counts: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
         """Return the rows of all ranks, from the gathered tensors and the :attr:`counts` of each rank."""
-        incomplete, *sums, _ = map(sum, zip(*counts))
+        incomplete, *sums = map(sum, [*zip(*counts)][:3])
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
         return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True, rule)

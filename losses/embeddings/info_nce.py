@@ -165,7 +165,7 @@ class InfoNCELoss(ContrastiveLoss):
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        masses, units, logit_scales, _ = ([*numbers] for numbers in zip(*agreed.totals))  # of each rank, 0 without any
+        masses, units, logit_scales, *_ = ([*numbers] for numbers in zip(*agreed.totals))  # of each rank, 0 without any
         if learned is not None and hasattr(learned, "full_tensor"):
             learned = learned.full_tensor()  # this communicates, so the ranks must have agreed
             if exchange is not None:

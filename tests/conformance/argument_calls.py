@@ -138,6 +138,24 @@ def takes_means(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     return compared(model, step.mean_loss())
 
 
+def takes_terms(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """A step with two names for one loss, of which the second has the weight 2."""
+    model, group = subject({"group": None}), dist.group.WORLD
+    counts = dict.fromkeys(("first", "second"), fullrank.count_valid_tokens)
+    for step, batch in fullrank.accumulate(model, make_window("full", dist.get_rank()), counts, group=group):
+        loss = sum_loss(model, batch)
+        if "name" in given:
+            call(step, loss.detach())
+            step.record(loss.detach(), "first")
+            (3 * step.factors["first"] * loss).backward()
+        else:
+            scaled = call(step, {"first": loss, "second": loss})
+            if scaled is not None:
+                scaled.backward()
+    (gradients, _), (value, expected) = compared(model, step.mean_loss())
+    return [(gradients, 3 * one_process(Model(), all_batches("full")).gradient), (value, 3 * expected)]
+
+
 def defers(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     group, finishes = given.get("group", dist.group.WORLD), "sync_groups" in given
     model = subject({"group": group, **given})
@@ -415,6 +433,9 @@ CALLS: list[Call] = [
     Call("accumulate", {"group": WORLD, "multiplier": 4.0}, accumulates),
     Call("Step.backward", {"num_items": num_valid}, takes_means),
     Call("Step.scale", {"num_items": num_valid}, takes_means),
+    Call("Step.backward", {"weights": {"second": 2.0}}, takes_terms),
+    Call("Step.scale", {"weights": {"second": 2.0}}, takes_terms),
+    Call("Step.record", {"name": "second", "weight": 2.0}, takes_terms),
     Call("DeferredMean", {"group": WORLD}, defers),
     Call("DeferredMean", {"group": WORLD, "multiplier": 4.0}, defers),
     Call("DeferredMean.finish", {"sync_groups": Made(lambda: [dist.group.WORLD])}, defers),

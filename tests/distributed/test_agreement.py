@@ -87,7 +87,7 @@ def test_the_header_carries_any_total_and_every_word(rank: int) -> None:
     offer = Offer(None, rows=2**40 + rank, totals=totals, checksum=checksum)
     agreement, ranks = agree_on("a call", dist.group.WORLD, lambda: offer), range(dist.get_world_size())
     assert list(agreement.rows) == [2**40 + other for other in ranks]
-    assert agreement.totals == [[other + 0.1, 3.0, 0.5, -(2.0**60)] for other in ranks]
+    assert agreement.totals == [[other + 0.1, 3.0, 0.5, -(2.0**60), *[0.0] * 4] for other in ranks]
 
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {

@@ -68,7 +68,7 @@ CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
 
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
-    tested += ["A server, whose calls come one by one", "Packed sequences"]
+    tested += ["A server, whose calls come one by one", "Packed sequences", "Several losses with counts of their own"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
     others = len(NAMES) + len([LOOP, MEANS, CHUNKED, INJECTED])
     assert pages.PAGES["accumulation.md"].count("```python") == others + len(tested)
@@ -120,6 +120,27 @@ def test_a_loss_that_back_propagates_itself(rank: int, kind: str, is_chunked: bo
         assert (error(flat(model), flat(reference)) <= LIMIT) == is_right
         assert error(step.mean_loss(), expected.detach()) <= LIMIT
         model.zero_grad()
+
+
+def mtp_loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    logits, labels = model(batch["tokens"])[:, :-2], batch["labels"][:, 2:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.2])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_several_losses(rank: int, kind: str, weight: float) -> None:
+    """The control has another weight."""
+    model, reference = wrap(Model(), kind), Model()
+    everyone = [batch for r in range(2) for batch in batches_of(r)]
+    number = sum(int((batch["labels"][:, 2:] != -100).sum()) for batch in everyone)
+    mtp = torch.stack([mtp_loss_sum(reference, batch) for batch in everyone]).sum() / number
+    mtp.backward(torch.tensor(weight, dtype=torch.float64))
+    expected = flat(reference).clone() + whole(everyone)
+    names = {"model": model, "mtp_loss_sum": mtp_loss_sum, "micro_batches": batches_of(rank)}
+    run_blocks([*NAMES, *blocks("Several losses with counts of their own")], loader=[], optimizer=None, **names)
+    assert (error(flat(model), expected) <= LIMIT) == (weight == 0.3)
 
 
 WINDOWS = {

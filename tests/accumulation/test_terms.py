@@ -1,0 +1,232 @@
+"""Several losses with counts of their own in one window, against one process that divides each by its count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from batches import IGNORED, Batch, all_batches, make_window, num_valid
+from collective_counter import CollectiveCounter
+from on_ranks import common_error, on_ranks
+from subjects import HIDDEN, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
+from torch import Tensor, nn
+
+from fullrank import accumulate, count_valid_tokens
+from fullrank.accumulation.accumulate import MAX_TERMS
+
+WEIGHTS = {"mtp": 0.3}
+
+
+class TwoHeads(Model):
+    """Predicts the next token, and the one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mtp = nn.Linear(HIDDEN, NUM_FEATURES, dtype=torch.float64)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.mtp.parameters()):
+                parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel()).view_as(parameter))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.up(self.embed(tokens)))
+        return self.down(hidden), self.mtp(hidden)
+
+
+def num_mtp(batch: Batch) -> Tensor:
+    return (batch["labels"][:, 2:] != IGNORED).sum()
+
+
+COUNTS: dict[str, Any] = {"mtp": num_mtp, "ce": count_valid_tokens}
+
+
+def losses_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    logits = model(batch["tokens"])
+    sums = {}
+    for shift, (name, each) in enumerate(zip(("ce", "mtp"), logits), 1):
+        labels = batch["labels"][:, shift:].flatten()
+        sums[name] = F.cross_entropy(each[:, :-shift].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    return sums
+
+
+def expected_of(batches: list[Batch], weights: Mapping[str, float], *, one_count: bool = False) -> tuple[Tensor, Any]:
+    """Return the gradient and the means in one process."""
+    model = TwoHeads()
+    losses = [losses_of(model, batch) for batch in batches]
+    numbers = {"ce": sum(map(num_valid, batches)), "mtp": int(sum(map(num_mtp, batches)))}
+    numbers["mtp"] = numbers["ce"] if one_count else numbers["mtp"]
+    means = {name: torch.stack([each[name] for each in losses]).sum() / max(1, numbers[name]) for name in numbers}
+    (means["ce"] + weights["mtp"] * means["mtp"]).backward()
+    return gradient(model), {name: mean.detach() for name, mean in means.items()}
+
+
+def back_propagate(step: Any, model: nn.Module, batch: Batch, form: str) -> None:
+    """The body of a loop."""
+    if form == "factors":
+        losses = losses_of(model, batch)
+        factors = step.factors
+        for name, loss in losses.items():
+            step.record(loss, name, weight=WEIGHTS.get(name, 1.0))
+        sum(WEIGHTS.get(name, 1.0) * factors[name] * loss for name, loss in losses.items()).backward()
+        return
+    losses = losses_of(model, batch)
+    if form == "scale":
+        step.scale(losses, weights=WEIGHTS).backward()
+    else:
+        step.backward(losses, weights=WEIGHTS)
+
+
+@pytest.mark.parametrize("layout", ["full", "uneven", "unequal", "none"])
+@pytest.mark.parametrize("form", ["backward", "scale", "factors"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_terms_are_divided_by_their_own_counts(rank: int, kind: str, form: str, layout: str) -> None:
+    """In two windows; the control has one count for both."""
+    if kind == "fsdp2" and layout == "unequal":
+        return  # refused
+    model, batches = wrap(TwoHeads(), kind), make_window(layout, rank)
+    expected, means = expected_of(all_batches(layout), WEIGHTS)
+    for _ in range(2):
+        for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model)):
+            back_propagate(step, model, batch, form)
+        found = step.mean_losses()
+        assert error(reduced(model), expected) <= 1e-12
+        assert found.keys() == means.keys()
+        assert max(error(found[name], mean) for name, mean in means.items()) <= 1e-12
+        assert error(step.mean_loss(), means["ce"] + 0.3 * means["mtp"]) <= 1e-12
+        model.zero_grad()
+    if layout != "none":
+        wrong, _ = expected_of(all_batches(layout), WEIGHTS, one_count=True)
+        assert error(wrong, expected) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_a_name_without_terms_has_no_gradient_though_its_loss_is_nan(rank: int, kind: str) -> None:
+    """The layers that it shares with another name get the gradient of the other."""
+    model, batches = wrap(TwoHeads(), kind), make_window("full", rank)
+    expected, means = expected_of(all_batches("full"), {"mtp": 0.0})
+    for _ in range(2):
+        for step, batch in accumulate(model, batches, COUNTS | {"mtp": lambda batch: 0}, group=by_hand(model)):
+            losses = losses_of(model, batch)
+            losses["mtp"] = losses["mtp"] / losses["mtp"].detach().mul(0) * math.nan
+            step.backward(losses)
+        assert error(reduced(model), expected) <= 1e-12
+        assert error(step.mean_loss(), means["ce"]) <= 1e-12
+        assert step.mean_losses()["mtp"] == 0
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+
+
+@on_ranks()
+def test_names_have_the_collectives_of_one_count(rank: int) -> None:
+    model, batches = TwoHeads(), make_window("full", rank)
+    with CollectiveCounter() as counter:
+        for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model)):
+            step.backward(losses_of(model, batch))
+        step.mean_losses()
+    assert counter.total == 2
+
+
+def _other(losses: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": losses | {"kl": losses["ce"]}}
+
+
+MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its arguments, and the error of all
+    "unknown name": (_other, "ValueError", "expected the names ['ce', 'mtp'], without those that were recorded"),
+    "missing name": (lambda sums: {"loss": {"ce": sums["ce"]}}, "ValueError", "expected the names ['ce', 'mtp']"),
+    "no mapping": (lambda sums: {"loss": sums["ce"] + sums["mtp"]}, "TypeError", "a mapping of ['ce', 'mtp']"),
+    "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
+    "unknown weight": (lambda sums: {"loss": sums, "weights": {"kl": 1.0}}, "ValueError", "a mapping of names among"),
+    "text weight": (lambda sums: {"loss": sums, "weights": {"mtp": "1"}}, "TypeError", "weight of 'mtp': expected"),
+    "items": (lambda sums: {"loss": sums, "num_items": 3}, "ValueError", "expected None with counts by name, got 3"),
+    "other weight": (lambda sums: {"loss": sums, "weights": {"mtp": 0.5}}, "ValueError", "0.3, as earlier in this"),
+}
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_a_mistake_of_one_rank(rank: int, kind: str, mistake: str, index: int) -> None:
+    """It is raised on all of them; a right window follows."""
+    if kind == "fsdp2" and index < 2 and mistake in ("missing name", "a number"):
+        return  # the others wait for a backward that this rank cannot run
+    model, batches, last = wrap(TwoHeads(), kind), make_window("full", rank), dist.get_world_size() - 1
+    change, kind_of_error, text = MISTAKES[mistake]
+
+    def run(is_wrong: bool) -> None:
+        for number, (step, batch) in enumerate(accumulate(model, batches, COUNTS, group=by_hand(model))):
+            sums = losses_of(model, batch)
+            wrong = is_wrong and rank == last and number == index
+            step.backward(**({"loss": sums, "weights": WEIGHTS} | (change(sums) if wrong else {})))
+
+    expected, _ = expected_of(all_batches("full"), WEIGHTS)
+    for _ in range(2):
+        found, message = common_error(partial(run, True))
+        if mistake == "other weight" and index == 0:
+            assert found == "ValueError"
+            assert "weight of 'mtp': expected 0.5" in message
+        else:
+            assert (found, text in message) == (kind_of_error, True), message
+            assert not gradient(model).any()
+        model.zero_grad()
+        run(False)
+        assert error(reduced(model), expected) <= 1e-12
+        model.zero_grad()
+
+
+OPENINGS: dict[str, Any] = {  # what one rank counts, and the error of all
+    "other names": ({"ce": count_valid_tokens}, "ValueError", "count of 'mtp'"),
+    "no names": ({}, "ValueError", f"one to {MAX_TERMS} names, got 0"),
+    "too many": ({str(number): len for number in range(MAX_TERMS + 1)}, "ValueError", f"one to {MAX_TERMS} names"),
+    "a number as name": ({1: len}, "TypeError", "names that are not empty"),
+    "a text as count": (COUNTS | {"ce": "x"}, "TypeError", "count of 'ce': expected a function"),
+    "negative": (COUNTS | {"ce": lambda batch: -1}, "ValueError", "count of 'ce' of micro-batch 0: expected a finite"),
+    "no mapping": (count_valid_tokens, "ValueError", "the same on every rank"),
+}
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+@on_ranks()
+def test_counts_that_cannot_open_a_window(rank: int, opening: str) -> None:
+    model, last = TwoHeads(), dist.get_world_size() - 1
+    count, kind, text = OPENINGS[opening]
+    loop = partial(accumulate, model, make_window("full", rank), group=by_hand(model))
+    found, message = common_error(lambda: loop(count if rank == last else COUNTS))
+    assert (found, text in message) == (kind, True), message
+
+
+@on_ranks()
+def test_weights_that_differ_between_ranks_are_refused(rank: int) -> None:
+    model, batches = TwoHeads(), make_window("full", rank)
+
+    def run(form: str) -> None:
+        for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model)):
+            if form == "early" and rank == 0:
+                step.factors  # noqa: B018
+            step.backward(losses_of(model, batch), weights={"mtp": 0.3 + rank})
+
+    for form in ("late", "early"):
+        found, message = common_error(partial(run, form))
+        assert (found, "weights: expected the same on every rank" in message) == ("ValueError", True), message
+        assert not gradient(model).any()
+
+
+@on_ranks(2)
+def test_names_and_no_names_are_not_mixed(rank: int) -> None:
+    from workers import error_of
+
+    model, batches = TwoHeads(), make_window("full", rank)
+    for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model)):
+        assert error_of(lambda step=step: step.factor)[0] == "RuntimeError"
+        step.backward(losses_of(model, batch))
+    for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
+        assert error_of(lambda step=step: step.factors)[0] == "RuntimeError"
+        step.backward(losses_of(model, batch)["ce"])
+    assert error_of(step.mean_losses)[0] == "RuntimeError"
