@@ -38,7 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..distributed.group import Group, group_ranks, is_initialized
+from ..distributed.gather import gather_after
+from ..distributed.group import Group, group_ranks, header_device, is_initialized
 from ..distributed.header import NUM_TOTALS, Offer, agree_on, digest
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import RankValueError, Words, check_amount, check_number, check_positive, expected
@@ -68,6 +69,7 @@ def accumulate(
     group: Group = None,
     sync: str = "last",
     multiplier: float | None = None,
+    each: bool = False,
 ) -> Iterator[tuple[Step, B]]:
     r"""Loop over the micro-batches of one optimizer step, for a loss that is a sum divided by a count.
 
@@ -100,6 +102,7 @@ def accumulate(
             under FSDP2; or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
         multiplier: the number that gradients are divided by after the loss, such as in a hook; None to read it from
             ``model``.
+        each: let :meth:`Step.losses` return the loss of each micro-batch too. ``count`` must be a function.
 
     Returns:
         An iterator over ``(step, micro_batch)``. ``step`` is the same :class:`Step` throughout: call
@@ -120,7 +123,9 @@ def accumulate(
     Distributed: one header before the first micro-batch and one in the last. The host reads the counts from the device
         once for the first, and the losses once for the second. One reduction of the gradients with ``sync="last"``.
         Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with one rank, nothing
-        is exchanged. Leave the loop early on every rank or on none, and then call :func:`discard_gradients_`.
+        is exchanged. Leave the loop early on every rank or on none, and then call :func:`discard_gradients_`. With
+        ``each`` the sums travel with the second header; in the first window, and on an accelerator, in a payload of
+        their own behind it.
 
     Example:
         >>> import torch
@@ -135,9 +140,14 @@ def accumulate(
         window.wrappers.check_group(group)
         factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
         terms = _Terms({}, {}, factor)
-        facts: dict[str, object] = {"multiplier": factor}
-        for name, each in _named_counts(count):
-            terms.numbers[name], terms.counts[name], facts[_label("count", name)] = _count(window, each, name)
+        if not isinstance(each, bool):
+            raise TypeError(expected("each", "True or False", each))
+        facts: dict[str, object] = {"multiplier": factor, "each": each}
+        for name, one in _named_counts(count):
+            terms.numbers[name], terms.counts[name], facts[_label("count", name)] = _count(window, one, name)
+            if each and terms.counts[name] is None:
+                fix = "The number over all ranks does not say how many terms a micro-batch has."
+                raise ValueError(expected(_label("count", name), "a function with each=True", one, fix))
         return Offer(terms, facts, totals=[*terms.numbers.values()])
 
     window, terms, totals = open_window(
@@ -148,7 +158,7 @@ def accumulate(
     for place, name in enumerate(terms.numbers):
         if terms.counts[name] is not None:
             terms.numbers[name] = math.fsum(row[place] for row in totals)
-    return Step(window, terms)._iterate()
+    return Step(window, terms, each)._iterate()
 
 
 class _Terms(NamedTuple):
@@ -201,13 +211,18 @@ def _count(window: Window, count: Any, name: str) -> tuple[float, list[float] | 
 class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
-    def __init__(self, window: Window, terms: _Terms) -> None:
+    def __init__(self, window: Window, terms: _Terms, each: bool) -> None:
         self._window, self._terms = window, terms
+        # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
+        self._each: Tensor | None = None
+        if each:
+            counts = torch.tensor([*terms.counts.values()], dtype=torch.float64).T
+            self._each = torch.stack([torch.zeros_like(counts), counts], dim=1)
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
         self._num_calls = self._num_backward = 0  # in this micro-batch
-        # One sum per micro-batch, with its name; the device is read when the window closes.
-        self._losses: list[tuple[str, Any]] = []
+        # The sums, with micro-batch and name; the device is read when the window closes.
+        self._losses: list[tuple[int, str, Any]] = []
         self._weights: dict[str, float] = {}  # of the names in the loss of the window
         self._items: list[Tensor | float] = []
         self._used: Sequence[bool] = ()  # see Window.switch
@@ -418,6 +433,25 @@ class Step:
         self._check_ended("mean_losses")
         return {name: self._as_loss(mean) for name, mean in self._means()}
 
+    def losses(self) -> Tensor:
+        """Return the loss of each micro-batch, (G,): its sum over all ranks, divided by its terms on all ranks.
+
+        With counts by name the weighted sum. G is the largest number of micro-batches of a rank. Like :meth:`mean_loss`
+        otherwise.
+
+        Raises:
+            RuntimeError: without ``accumulate(..., each=True)``; before the loop has ended, or when it was left early.
+        """
+        if self._each is None:
+            got, fix = Words("one without it"), "Pass each=True to accumulate."
+            raise RuntimeError(expected("losses", "a window with each=True", got, fix))
+        self._check_ended("losses")
+        sums, counts = self._each.unbind(1)
+        weights = torch.tensor([self._weights.get(name, 1.0) for name in self._terms.numbers], dtype=torch.float64)
+        means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
+        dtype, device = self._kind
+        return means.sum(1).to(device, dtype)
+
     def _check_ended(self, name: str) -> None:
         if not self._has_ended:
             fix = "Call it after the loop over accumulate(...), which must have run to its end."
@@ -554,7 +588,7 @@ class Step:
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             self._kind = torch.promote_types(value.dtype, torch.float32), value.device
             kept = value.tolist() if value.is_cpu else value.clone()
-        self._losses.append((term, kept))
+        self._losses.append((self._index, term, kept))
 
     def _has_used_ddp(self) -> bool:
         """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
@@ -602,15 +636,23 @@ class Step:
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
             sums = dict.fromkeys(terms.numbers, 0.0)
-            for (name, _), value in zip(self._losses, as_numbers([value for _, value in self._losses])):
+            for (index, name, _), value in zip(self._losses, as_numbers([value for *_, value in self._losses])):
                 sums[name] += value
+                if self._each is not None:
+                    self._each[index, 0, [*sums].index(name)] += value
             # A rank that comes early does not know its weights.
             state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
             totals = math.fsum(items), len(items), state, *sums.values()
-            return Offer(None, {"forwards of DDP": forwards}, totals=totals)
+            rows = self._each
+            if rows is not None and window.ranks is not None:
+                rows = rows.to(header_device(window.ranks))
+            tensors = None if rows is None else (rows,)
+            return Offer(None, {"forwards of DDP": forwards}, totals=totals, tensors=tensors, names=("losses",))
 
         try:
-            totals = agree_on("accumulate (end of the window)", window.ranks, bring).totals
+            call = "accumulate (end of the window)"
+            agreed = agree_on(call, window.ranks, bring)
+            totals = agreed.totals
             states = [row[2] for row in totals]
             items, num_with_items, _, *losses = map(sum, zip(*totals))
             is_final = -1 not in states
@@ -630,6 +672,12 @@ class Step:
                 fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
                 what = f"a sum over the window equal to its count, {number:.17g}"
                 raise kind(expected("num_items", what, self._num_items, fix))
+            if is_final and self._each is not None and window.ranks is not None:
+                (gathered,) = gather_after(call, window.ranks, agreed)
+                parts = gathered.cpu().split(agreed.rows)
+                most = max(agreed.rows)
+                padded = [nn.functional.pad(part, (0, 0, 0, 0, 0, most - len(part))) for part in parts]
+                self._each = torch.stack(padded).sum(0)
         except Exception:
             self._abandon()
             raise

@@ -230,3 +230,76 @@ def test_names_and_no_names_are_not_mixed(rank: int) -> None:
         assert error_of(lambda step=step: step.factors)[0] == "RuntimeError"
         step.backward(losses_of(model, batch)["ce"])
     assert error_of(step.mean_losses)[0] == "RuntimeError"
+
+
+def _means_of_each(layout: str) -> tuple[Tensor, Tensor]:
+    """Return the losses of the micro-batches of all ranks, and the means over ranks of means, in one process."""
+    model, windows = TwoHeads(), [make_window(layout, rank) for rank in range(dist.get_world_size())]
+    means, wrong = [], []
+    for index in range(max(map(len, windows))):
+        batches = [window[index] for window in windows if index < len(window)]
+        sums = [losses_of(model, batch) for batch in batches]
+        numbers = [{"ce": num_valid(batch), "mtp": int(num_mtp(batch))} for batch in batches]
+        for found, groups in ((means, [[*range(len(batches))]]), (wrong, [[part] for part in range(len(batches))])):
+            values = [
+                sum(
+                    {"ce": 1.0, **WEIGHTS}[name]
+                    * sum(sums[part][name].detach() for part in group)
+                    / max(1, sum(numbers[part][name] for part in group))
+                    for name in ("ce", "mtp")
+                )
+                for group in groups
+            ]
+            found.append(torch.stack(values).mean())
+    return torch.stack(means), torch.stack(wrong)
+
+
+@pytest.mark.parametrize("layout", ["full", "uneven", "unequal", "none"])
+@pytest.mark.parametrize("form", ["backward", "factors", "some early"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_the_loss_of_each_micro_batch(rank: int, kind: str, form: str, layout: str) -> None:
+    """Over all ranks, in three windows; the control is the mean over ranks of means."""
+    if kind == "fsdp2" and layout == "unequal":
+        return  # refused
+    model, batches = wrap(TwoHeads(), kind), make_window(layout, rank)
+    (expected, wrong), numbers = _means_of_each(layout), []
+    for _ in range(3):
+        with CollectiveCounter() as counter:
+            for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model), each=True):
+                early = form == "factors" or (form == "some early" and rank == 0)
+                back_propagate(step, model, batch, "factors" if early else "backward")
+        assert error(step.losses(), expected) <= 1e-12
+        assert step.losses().dtype == torch.float64
+        model.zero_grad()
+        numbers.append(counter.total)
+    if kind == "plain":  # the first window may have a payload of its own
+        assert numbers[1:] == [2 if form == "backward" else 3] * 2
+    if layout in ("full", "uneven"):
+        assert error(wrong, expected) > 1e-3
+
+
+@on_ranks()
+def test_each_without_terms_to_divide_by(rank: int) -> None:
+    """A number over all ranks says nothing of a micro-batch; a bad flag, and a call without the flag."""
+    model, batches = TwoHeads(), make_window("full", rank)
+    loop = partial(accumulate, model, batches, group=by_hand(model))
+    for count, each, kind, text in (
+        (7.0, True, "ValueError", "count: expected a function with each=True, got 7.0"),
+        (COUNTS, rank == 0, "ValueError", "each: True on rank 0, False on"),
+        (COUNTS, 1, "TypeError", "each: expected True or False, got 1"),
+    ):
+        found, message = common_error(partial(loop, count, each=each))
+        assert (found, text in message) == (kind, True), message
+    for step, batch in loop(COUNTS):
+        step.backward(losses_of(model, batch))
+    found, message = common_error(step.losses)
+    assert (found, "a window with each=True" in message) == ("RuntimeError", True)
+
+
+def test_each_in_one_process() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    for step, rows in accumulate(model, [torch.ones(2, 1), torch.ones(3, 1), torch.ones(0, 1)], len, each=True):
+        step.backward(model(rows).sum())
+    value = float(model.weight.detach())
+    torch.testing.assert_close(step.losses(), torch.tensor([value, value, 0.0]))

@@ -126,6 +126,14 @@ def accumulates(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     return compared(model, step.mean_loss())
 
 
+def accumulates_each(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    model = subject(given)
+    for step, batch in call(model, make_window("full", dist.get_rank()), fullrank.count_valid_tokens):
+        step.backward(sum_loss(model, batch))
+    windows, reference = [make_window("full", rank) for rank in range(dist.get_world_size())], Model()
+    return [(step.losses(), torch.stack([one_process(reference, [*batches]).loss for batches in zip(*windows)]))]
+
+
 def takes_means(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     """A step with means, of which one is over no term."""
     model, group = subject({"group": None}), dist.group.WORLD
@@ -430,6 +438,7 @@ CALLS: list[Call] = [
     Call("sigmoid_sums", {"method": "direct"}, sums_of_sigmoids),
     Call("accumulate", {"group": WORLD}, accumulates),
     Call("accumulate", {"sync": "each"}, accumulates),
+    Call("accumulate", {"each": True}, accumulates_each),
     Call("accumulate", {"group": WORLD, "multiplier": 4.0}, accumulates),
     Call("Step.backward", {"num_items": num_valid}, takes_means),
     Call("Step.scale", {"num_items": num_valid}, takes_means),
