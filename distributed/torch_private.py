@@ -161,6 +161,14 @@ def is_mean(loss: Tensor) -> bool:
     return bool(is_recorded and all(divisor >= 1 for divisor in divisors))
 
 
+def loss_parallel_is_active() -> bool:
+    """Return True inside of torch's ``loss_parallel()``, whose handlers compute the cross-entropy of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    return handlers is None or torch.ops.aten.nll_loss_forward.default in handlers
+
+
 def backward_is_running() -> bool:
     """Return True while a backward pass runs, in which activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1

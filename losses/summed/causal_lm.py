@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributed.global_mean import local_mean
-from ...distributed.torch_private import note_kind
+from ...distributed.torch_private import loss_parallel_is_active, note_kind
 from ...errors import Words, check_amount, check_choice, check_int, check_tensor, expected
 from ...kernels.documents import SHIFTED_DOCUMENTS, same_document
 from ..arguments import completed
@@ -45,7 +45,8 @@ def causal_lm_loss(
     transformers: ``model.loss_function = causal_lm_loss``.
 
     Args:
-        logits: (..., T, V) raw logits; the one at t predicts token t + 1.
+        logits: (..., T, V) raw logits; the one at t predicts token t + 1. Inside torch's ``loss_parallel()`` also a
+            DTensor that is sharded on V, over a mesh of one dimension; call backward inside it too.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
         vocab_size: V, if it is to be checked; transformers passes it.
         reduction: ``"mean"``, or ``"sum"``, which does not divide and takes no ``num_items``.
@@ -65,17 +66,20 @@ def causal_lm_loss(
         Scalar, float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: for logits that are not floating-point, labels or document ids that are not integers, DTensors; for
-            a keyword that is almost one of ours.
-        ValueError: for shapes or devices that do not fit; for labels out of range; for a number ``num_items`` that is
-            negative or not finite; for ``document_ids`` with labels that are shifted already.
+        TypeError: for logits that are not floating-point, labels or document ids that are not integers, other
+            DTensors; for a keyword that is almost one of ours.
+        ValueError: for logits sharded on V outside of ``loss_parallel()``, or so that a rank has none; for shapes or
+            devices that do not fit; for labels out of range; for a number ``num_items`` that is negative or not finite;
+            for ``document_ids`` with labels that are shifted already.
 
     Degenerate: no valid token gives 0 with zero gradients.
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
         not count have no effect, even if they are NaN.
 
     Distributed: nothing travels. With None for ``num_items`` each rank divides by its own count, and the mean over
-        ranks in DDP is a mean of means. Pass the count over all ranks, or use :func:`~fullrank.accumulate`.
+        ranks in DDP is a mean of means. Pass the count over all ranks, or use :func:`~fullrank.accumulate`. For logits
+        sharded on V the ranks of their mesh pass the same labels, and get the same scalar, which is no DTensor: torch
+        adds up three numbers a token over them in the forward, and none in the backward.
 
     Example:
         >>> import torch
@@ -109,11 +113,16 @@ def causal_lm_loss(
         if bool(bad.any()):
             what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"
             raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
+    is_sharded = hasattr(logits, "full_tensor")
+    own = logits.to_local() if is_sharded else logits  # type: ignore[attr-defined]
     # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. The logits are the largest
     # tensor, so a copy of them is overwritten in place.
-    x, ignored = logits.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
+    x, ignored = own.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
     x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
-    total = F.cross_entropy(x.reshape(-1, x.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    x = _as_sharded(x, logits) if is_sharded else x
+    total = F.cross_entropy(x, targets, ignore_index=ignore_index, reduction="sum")
+    total = total.to_local() if is_sharded else total  # type: ignore[attr-defined]
     if reduction == "sum":
         return total
     if num_items is None:
@@ -125,20 +134,50 @@ def causal_lm_loss(
     return total / (check_amount("num_items", num_items) or 1)
 
 
+_WHOLE = "Use full_tensor(), or to_local() where each rank holds whole sequences."
+
+
+def _check_shards(logits: Any) -> None:
+    """Raise TypeError or ValueError, the same on every rank, for a DTensor that torch's loss parallel does not take."""
+    dim, size, num_ranks = logits.ndim - 1, logits.shape[-1], logits.device_mesh.size()
+    name, on_vocabulary = "logits", [placement.is_shard(dim) for placement in logits.placements]
+    if on_vocabulary != [True]:
+        what = "a plain tensor, or a DTensor sharded on the vocabulary over a mesh of one dimension"
+        got = Words(f"a DTensor with placements {logits.placements}")
+        own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
+        raise TypeError(expected(name, what, got, own if any(on_vocabulary) else _WHOLE))
+    if not loss_parallel_is_active():
+        what = "a DTensor sharded on the vocabulary inside of loss_parallel()"
+        fix = "Enter torch.distributed.tensor.parallel.loss_parallel(), for the backward too, or use full_tensor()."
+        raise ValueError(expected(name, what, Words("one outside of it"), fix))
+    if -(-size // num_ranks) * (num_ranks - 1) >= size:  # torch would wait for ranks that leave out a collective
+        got = Words(f"{size} over {num_ranks} ranks")
+        raise ValueError(expected(name, "a part of the vocabulary on every rank", got, "Use full_tensor()."))
+
+
+def _as_sharded(rows: Tensor, logits: Any) -> Tensor:
+    """Return this rank's part (N, v) of ``logits`` as a DTensor (N, V), which is sharded as they are."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape, stride = (len(rows), logits.shape[-1]), (logits.shape[-1], 1)
+    mesh = logits.device_mesh
+    return DTensor.from_local(rows, mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None) -> Tensor:
     check_tensor("logits", logits)
     check_tensor("labels", labels)
     assert labels is not None
-    for name, value in (("logits", logits), ("labels", labels)):
-        if hasattr(value, "full_tensor"):
-            fix = "Use full_tensor(), or to_local() where each rank holds whole sequences."
-            raise TypeError(expected(name, "a plain tensor", Words("a DTensor"), fix))
+    if hasattr(labels, "full_tensor"):
+        raise TypeError(expected("labels", "a plain tensor", Words("a DTensor"), _WHOLE))
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw logits."))
     if not is_integer(labels):
         raise TypeError(expected("labels", "integer token indices", labels, "Use labels.long()."))
     if logits.ndim < 2 or logits.shape[-1] == 0:
         raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
+    if hasattr(logits, "full_tensor"):
+        _check_shards(logits)
     if vocab_size is not None and vocab_size != logits.shape[-1]:
         raise ValueError(expected("vocab_size", f"{logits.shape[-1]}, the last size of logits", vocab_size))
     if labels.shape != logits.shape[:-1]:

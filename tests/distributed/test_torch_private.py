@@ -560,10 +560,21 @@ def plots() -> bool:
     return Total()._plot(torch.tensor(0.5), axes := Figure().subplots())[1] is axes
 
 
+def is_loss_parallel() -> bool:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    def read() -> bool:
+        return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
+
+    return within(loss_parallel(), read) == (True, False)
+
+
 GROUPS_AND_METRICS: Table = {
     "ProcessGroup._allgather_base all_gather_single asyncOp": ("gathers", gathers),
     "torch.distributed.reduce_scatter_single": ("adds gradients of gathered rows", adds_rows),
     "DeviceMesh._flatten": ("makes one group of all dimensions", flattens),
+    "DTensor._op_dispatcher._custom_op_handlers": ("refuses logits outside of loss_parallel", is_loss_parallel),
     "ProcessGroup.bound_device_id": ("knows the device of collectives", binds),
     "Metric._wrap_compute _sync_dist": ("gathers all rows at once", synchronizes),
     "Metric._to_sync": ("knows whether compute synchronizes", stays_local),

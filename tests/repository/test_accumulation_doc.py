@@ -69,6 +69,7 @@ CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
     tested += ["A server, whose calls come one by one", "Packed sequences", "Several losses with counts of their own"]
+    tested += ["Loss parallel"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
     others = len(NAMES) + len([LOOP, MEANS, CHUNKED, INJECTED])
     assert pages.PAGES["accumulation.md"].count("```python") == others + len(tested)
@@ -192,6 +193,33 @@ def test_experts(rank: int) -> None:
     (sum(sum_loss(*part) for part in parts) / sum(num_valid(batch) for _, batch in parts)).backward()
     assert error(flat(model.base), flat(reference.base)) <= LIMIT
     assert error(flat(expert), flat(reference.adapters[own])) <= LIMIT
+
+
+@on_ranks(4)
+def test_loss_parallel(rank: int) -> None:
+    """Two data ranks of two tensor-parallel ranks, under FSDP2, then as copies; the control counts all four ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    own, (recipe,) = batches_of(mesh["data"].get_local_rank()), blocks("Loss parallel")
+    everything = whole([batch for r in range(2) for batch in batches_of(r)])
+    for group, is_wrapped in (
+        ("", True),
+        (', group=mesh["data"]', False),
+        (", group=torch.distributed.group.WORLD", True),
+    ):
+        model = Model()
+        head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(output_layouts=Replicate()), "down": head})
+        if is_wrapped:
+            fully_shard(model, mesh=mesh["data"])
+        code = recipe.replace("count_valid_tokens)", f"count_valid_tokens{group})")
+        run_blocks([*NAMES, code], model=model, micro_batches=own, mesh=mesh)
+        if not is_wrapped:
+            fullrank.all_reduce_grads_(model, mesh["data"])
+        assert (error(flat(model), everything) <= LIMIT) == ("WORLD" not in group)
 
 
 @pytest.mark.parametrize("folded", ["all", "none", "ring_only", "ulysses_only"])
