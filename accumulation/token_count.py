@@ -12,11 +12,14 @@ from torch import Tensor
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, agree_on, public_class, reason_of
-from ..errors import Words, check_amount, check_int, expected, is_from_a_check
+from ..errors import Words, check_amount, check_int, expected, is_from_a_check, warn
 from ..kernels.documents import SHIFTED_DOCUMENTS, check_tokens, same_document
 from .window import list_micro_batches
 
 B = TypeVar("B")
+
+# Keys whose name says that their labels are shifted already. "targets" and "labels" may be either.
+_SHIFTED_KEYS = frozenset({"target_tokens", "shift_labels", "shifted_labels"})
 
 
 def count_valid_tokens(
@@ -38,7 +41,8 @@ def count_valid_tokens(
             uses the first that it has and that is not None.
         shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
             and is not counted. False for labels that are already shifted, also before a sequence was cut over ranks.
-            A tuple has a value for each key: ``key=("labels", "target_tokens"), shift=(True, False)``.
+            A tuple has a value for each key: ``key=("labels", "target_tokens"), shift=(True, False)``. True warns once
+            for labels found under ``target_tokens``, ``shift_labels`` or ``shifted_labels``.
         document_ids_key: key of the document ids, integers of the shape of the labels, if a row consists of several
             documents: the first token of a document is not a target. Requires ``shift=True``. From position ids that
             start at 0 in each document, make ``(position_ids == 0).cumsum(-1)``.
@@ -114,6 +118,8 @@ class TokenRule(NamedTuple):
             keys = ", ".join(map(repr, self.keys))
             raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), "Pass key."))
         key, shift = first
+        if shift and key in _SHIFTED_KEYS:
+            _warn_of_shift(key)
         labels = check_tokens("labels", _entry(micro_batch, key))
         if shift and labels.ndim == 0:
             raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
@@ -125,6 +131,16 @@ class TokenRule(NamedTuple):
                 raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _keys(micro_batch), fix))
             valid = valid & same_document(self.document_ids_key, ids, labels)
         return valid.sum()
+
+
+@functools.cache
+def _warn_of_shift(key: str) -> None:
+    """Warn once that the first label of each row is left out, although ``key`` says that it is a target."""
+    warn(
+        f"count_valid_tokens: shift=True does not count the first label of each row, but {key!r} "
+        "says that they are shifted already. One token a row is missing then. Pass shift=False; with several keys a "
+        'tuple, such as key=("labels", "target_tokens"), shift=(True, False).'
+    )
 
 
 def _entry(micro_batch: Any, key: str) -> Any:

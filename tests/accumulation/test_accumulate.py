@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +19,14 @@ from blindfold import Blindfold
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
+from torch import nn
 from torch.utils.data import Subset
 from verbs import run_window
 from workers import error_of
 
 import fullrank
 from fullrank import accumulate, count_valid_tokens, discard_gradients_
+from fullrank.accumulation import token_count
 from fullrank.accumulation.window import list_micro_batches
 
 
@@ -355,13 +358,14 @@ class Holder:
 
 def test_count_valid_tokens() -> None:
     labels = torch.tensor([[1, 2, -100], [-100, 4, 5]])
-    keys = ("labels", "target_tokens")
+    keys, others = ("labels", "target_tokens"), ("labels", "other")
     assert fullrank.count_valid_tokens([{"labels": labels}]) == 3
     assert fullrank.count_valid_tokens([{"labels": labels}], shift=False) == 4
     assert fullrank.count_valid_tokens([{"labels": labels}, {"labels": labels[0]}], ignore_index=2) == 3 + 1
     assert fullrank.count_valid_tokens([{"other": labels}], key="other") == 3
-    assert fullrank.count_valid_tokens([{"labels": labels, "target_tokens": labels[:1]}, Holder()], key=keys) == 6
-    assert fullrank.count_valid_tokens([{"target_tokens": labels, "labels": None}], key=keys) == 3
+    assert fullrank.count_valid_tokens([{"labels": labels, "other": labels[:1]}, {"other": labels}], key=others) == 6
+    assert fullrank.count_valid_tokens([{"other": labels, "labels": None}], key=others) == 3
+    assert fullrank.count_valid_tokens([Holder()], key=keys, shift=(True, False)) == 4
     assert fullrank.count_valid_tokens([]) == 0
     assert fullrank.count_valid_tokens([{"labels": labels[:, :0]}]) == 0
     for given, options, text in (
@@ -371,6 +375,31 @@ def test_count_valid_tokens() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             fullrank.count_valid_tokens([{"labels": given}], **options)
+
+
+@pytest.mark.parametrize("key", ["target_tokens", "shift_labels", "shifted_labels"])
+@pytest.mark.parametrize("in_a_loop", [False, True], ids=["count", "accumulate"])
+def test_labels_that_are_shifted_already_by_their_name(key: str, in_a_loop: bool) -> None:
+    """One warning in the process for each key; none with shift=False, nor where another key is used."""
+    token_count._warn_of_shift.cache_clear()
+    window = [{key: torch.tensor([[1, 2], [-100, 4]])}] * 2
+
+    def counted(batches: list[Any], **options: Any) -> list[str]:
+        rule = partial(count_valid_tokens, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if in_a_loop:
+                accumulate(nn.Linear(1, 1), batches, rule)
+            else:
+                rule(batches)
+        return [str(warning.message) for warning in caught]
+
+    assert counted(window, key=key, shift=False) == []
+    assert counted(window, key=("labels", key), shift=(True, False)) == []
+    assert counted([{"labels": torch.ones(1, 2).long(), **batch} for batch in window], key=("labels", key)) == []
+    (text,) = counted(window, key=("labels", key))
+    assert text.startswith(f"count_valid_tokens: shift=True does not count the first label of each row, but {key!r}")
+    assert counted(window, key=key) == []
 
 
 @on_ranks()

@@ -574,7 +574,10 @@ GROUPS_AND_METRICS: Table = {
     "ProcessGroup._allgather_base all_gather_single asyncOp": ("gathers", gathers),
     "torch.distributed.reduce_scatter_single": ("adds gradients of gathered rows", adds_rows),
     "DeviceMesh._flatten": ("makes one group of all dimensions", flattens),
-    "DTensor._op_dispatcher._custom_op_handlers": ("refuses logits outside of loss_parallel", is_loss_parallel),
+    "DTensor._op_dispatcher._custom_op_handlers aten nll_loss_forward default": (
+        "refuses logits outside of loss_parallel",
+        is_loss_parallel,
+    ),
     "ProcessGroup.bound_device_id": ("knows the device of collectives", binds),
     "Metric._wrap_compute _sync_dist": ("gathers all rows at once", synchronizes),
     "Metric._to_sync": ("knows whether compute synchronizes", stays_local),
