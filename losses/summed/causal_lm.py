@@ -76,10 +76,12 @@ def causal_lm_loss(
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
         not count have no effect, even if they are NaN.
 
-    Distributed: nothing travels. With None for ``num_items`` each rank divides by its own count, and the mean over
-        ranks in DDP is a mean of means. Pass the count over all ranks, or use :func:`~fullrank.accumulate`. For logits
-        sharded on V the ranks of their mesh pass the same labels, and get the same scalar, which is no DTensor: torch
-        adds up three numbers a token over them in the forward, and none in the backward.
+    Distributed: nothing travels, and there is no ``group``. With None for ``num_items`` each rank divides by its own
+        count, under ``no_grad`` too, and the mean over ranks in DDP is a mean of means. Pass the count over all ranks,
+        or use :func:`~fullrank.accumulate`. In validation weigh the mean by its count, with ``MeanMetric`` of
+        torchmetrics, or pass the sum and the count to :func:`~fullrank.global_mean`, which takes a ``group``.
+        For logits sharded on V the ranks of their mesh pass the same labels, and get the same scalar, which is no
+        DTensor: torch reduces three numbers a token over them in the forward, and none in the backward.
 
     Example:
         >>> import torch

@@ -69,7 +69,7 @@ CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
 def test_every_block_is_run_here() -> None:
     tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
     tested += ["A server, whose calls come one by one", "Packed sequences", "Several losses with counts of their own"]
-    tested += ["Loss parallel"]
+    tested += ["Loss parallel", "Validation"]
     assert [len(blocks(section)) for section in tested] == [1] * len(tested)
     others = len(NAMES) + len([LOOP, MEANS, CHUNKED, INJECTED])
     assert pages.PAGES["accumulation.md"].count("```python") == others + len(tested)
@@ -268,6 +268,20 @@ def test_pipeline_schedules(rank: int) -> None:
     whole([b for r in range(2) for b in batches_of(r)], reference)
     own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
     assert error(flat(part), flat(own)) <= LIMIT
+
+
+@on_ranks(2, 3)
+def test_validation(rank: int) -> None:
+    """The ranks have 3, 2 and 1 batches, the last of them without a token; the control has no weights."""
+    own, (recipe,) = [batches_of(r)[r : 3 if r < 2 else 4] for r in range(dist.get_world_size())], blocks("Validation")
+    everything = [batch for batches in own for batch in batches]
+    expected = one_process(Model(), everything).loss.exp()
+    unweighted = recipe.replace(", weight=num_items", "")
+    assert unweighted != recipe
+    for code, is_right in ((recipe, True), (unweighted, False)):
+        names = {"model": wrap(Model(), "ddp"), "validation_loader": own[rank], "device": "cpu"}
+        found = run_blocks([*NAMES, code], **names)["perplexity"]
+        assert (error(found, expected) <= LIMIT) == is_right
 
 
 @on_ranks(2)
