@@ -522,10 +522,13 @@ class Step:
             what = f"the names {list(numbers)}, without those that were recorded"
             fix = "A micro-batch without terms of a name passes a sum of 0 with its graph."
             raise ValueError(expected(name, what, Words(str(list(losses))), fix))
-        if weights is not None and not (isinstance(weights, Mapping) and weights.keys() <= losses.keys()):
-            raise ValueError(
-                expected(f"weights {where}", f"a mapping of names among {list(losses)} to numbers", weights)
+        if weights is not None and not (
+            is_mapping and isinstance(weights, Mapping) and weights.keys() <= losses.keys()
+        ):
+            what = (
+                f"a mapping of names among {list(losses)} to numbers" if is_mapping else "None without counts by name"
             )
+            raise ValueError(expected(f"weights {where}", what, weights))
         if num_items is not None and is_mapping:
             raise ValueError(expected(f"num_items {where}", "None with counts by name", num_items, f"{SUM_UP}."))
         for term, each in losses.items():
@@ -541,11 +544,12 @@ class Step:
     ) -> Tensor:
         """Check the losses of a micro-batch, record their sums, and return the sum of ``weight * m * S / N``."""
         where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
-        all_losses = sum([*losses.values()][1:], next(iter(losses.values())))  # for its graph
         wrappers, sync = self._window.wrappers, self._window.sync
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
-            self._is_prepared = wrappers.check_forwards(name, all_losses, self._used, others_prepare=others_prepare)
+            first, *others = losses.values()
+            graph = sum(others, first)
+            self._is_prepared = wrappers.check_forwards(name, graph, self._used, others_prepare=others_prepare)
         totals: dict[str, Tensor] = {}
         for term, loss in losses.items():
             self._check_sum(_label(name, term), loss, term, is_mean_allowed=num_items is not None)

@@ -229,6 +229,13 @@ def test_names_and_no_names_are_not_mixed(rank: int) -> None:
     for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
         assert error_of(lambda step=step: step.factors)[0] == "RuntimeError"
         step.backward(losses_of(model, batch)["ce"])
+
+    def weighted() -> None:
+        for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
+            step.backward(losses_of(model, batch)["ce"], weights={"": 2.0})
+
+    found, message = common_error(weighted)
+    assert (found, "weights of micro-batch 0: expected None without" in message) == ("ValueError", True), message
     assert error_of(step.mean_losses)[0] == "RuntimeError"
 
 
