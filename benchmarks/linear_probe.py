@@ -1,20 +1,22 @@
-"""Is a linear model better in average precision when all its rows are trained on average precision at once?
+"""Is a linear model better by a metric when all its rows are trained at once on a loss for that metric?
 
 Usage: python benchmarks/linear_probe.py [--quick] [--cache FILE] [--out FOLDER]
 
 The sets are those of linear_probe_data.py: tables with 1 to 10 % positives, and four with many features. Each has five
-splits into 60, 20 and 20 % for training, validation and test. All choices are by average precision on validation rows.
+splits into 60, 20 and 20 % for training, validation and test. The metrics are those of own_metric.py: average
+precision, recall in the top 5 % of the rows and the area under the ROC curve to a false-positive rate of 5 %. For each
+metric all choices are by that metric on validation rows, and the same metric on test rows judges.
 
 1. Logistic regression of scikit-learn: C from 1e-4 to 1e4, with equal and with balanced class weights.
-2. From its weights, L-BFGS on ``SmoothAPLoss(1)`` of all training rows, at most 60 iterations. The temperature is the
-   automatic one of the first step. The L2 is that of the regression, or none. The weights of every iteration are
-   candidates, those of the regression too.
+2. From its weights, L-BFGS on a loss of fullrank of all training rows, at most 60 iterations: ``SmoothAPLoss``, and the
+   losses for the budget of the metric. The temperature is that of the first step. The L2 is that of the regression, or
+   none. The weights of every iteration are candidates, those of the regression too.
 3. The control: the same from the same weights with cross-entropy, weighted as in the regression.
 
 Each set counts once, with its mean over the splits. Differences are paired, with a bootstrap interval of 95 % over the
-sets and Wilcoxon's test; there are two comparisons, 2 with 1 and 2 with 3. Optimizer, temperature, L2 and iterations
-were chosen on five sets of real_data.py. The script also trains on two processes with half of the rows each.
-It takes about twenty minutes on one core. ``--cache`` keeps finished splits, so that a stopped run continues. Needs the
+sets, one comparison at a time, and Wilcoxon's test. Optimizer, temperature, L2 and iterations were chosen on five sets
+of real_data.py, for average precision. The script also trains on two processes with half of the rows each.
+It takes about half an hour on one core. ``--cache`` keeps finished splits, so that a stopped run continues. Needs the
 ``bench`` extra.
 """
 
@@ -24,6 +26,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -34,17 +37,27 @@ import torch.distributed as dist
 from intervals import OverSets
 from linear_probe_data import TABLES, WIDE, Part, parts
 from real_data import missing
+from real_runs import BUDGET, METRICS, figures_of
 from report import Record, Run, on_ranks, print_records
 from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import average_precision_score
 
-from fullrank import SmoothAPLoss
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
+from fullrank.losses import RankingLoss
 
 SPLITS, ITERATIONS = 5, 60
 STRENGTHS = 10.0 ** np.arange(-4, 5)  # C
 DECAYS = (1.0, 0.0)  # times the L2 of the regression
 REAL, REAL_ITERATIONS = "subtropical storms", 20
+LOSSES: dict[str, Callable[[], RankingLoss]] = {
+    "SmoothAP": lambda: SmoothAPLoss(1),
+    "recall": lambda: RecallAtQuantileLoss(1, BUDGET),
+    **{
+        f"pAUC {surrogate}": lambda surrogate=surrogate: PAUCAtBudgetLoss(1, beta=BUDGET, surrogate=surrogate)
+        for surrogate in ("dro", "pairwise", "trapezoid")
+    },
+}
+OWN = {metric: [name for name in LOSSES if name.startswith(("SmoothAP", metric))] for metric in METRICS}
 Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]  # of scores: the value and its gradient
 
 
@@ -57,14 +70,14 @@ class Start(NamedTuple):
     chosen: str
 
 
-def precision(weights: np.ndarray, part: Part) -> float:
-    """Return the average precision."""
-    return float(average_precision_score(part.targets, part.features @ weights[:-1]))
+def figures(weights: np.ndarray, part: Part) -> list[float]:
+    """Return the ``METRICS``."""
+    return figures_of(torch.from_numpy(part.features @ weights[:-1]), torch.from_numpy(part.targets))
 
 
-def regression(training: Part, validation: Part) -> Start:
-    """Return the best logistic regression."""
-    best, found = -1.0, None
+def regressions(training: Part, validation: Part) -> dict[str, Start]:
+    """Return the logistic regression that is best by each metric."""
+    best, found = dict.fromkeys(METRICS, -1.0), dict[str, Start]()
     for kind in (None, "balanced"):
         rows = np.ones(len(training.targets))
         if kind == "balanced":
@@ -73,10 +86,11 @@ def regression(training: Part, validation: Part) -> Start:
         for strength in STRENGTHS:
             model.set_params(C=strength).fit(training.features, training.targets)
             weights = np.append(model.coef_[0], model.intercept_)
-            if (reached := precision(weights, validation)) > best:
-                chosen = f"C={strength:g}, {kind or 'equal'}"
-                best, found = reached, Start(weights, 1 / (strength * rows.sum()), rows / rows.sum(), chosen)
-    assert found is not None
+            for metric, reached in zip(METRICS, figures(weights, validation), strict=True):
+                if reached > best[metric]:
+                    chosen = f"C={strength:g}, {kind or 'equal'}"
+                    start = Start(weights, 1 / (strength * rows.sum()), rows / rows.sum(), chosen)
+                    best[metric], found[metric] = reached, start
     return found
 
 
@@ -90,14 +104,20 @@ def cross_entropy(targets: np.ndarray, rows: np.ndarray) -> Loss:
     return loss
 
 
-def ranking(targets: np.ndarray, own: bool = False) -> Loss:
-    """Return one minus the smooth average precision over the rows of all processes, or over the ``own`` rows alone."""
-    module, labels = SmoothAPLoss(1, gather_distributed=False if own else None), torch.from_numpy(targets)
+def ranking(module: RankingLoss, targets: np.ndarray) -> Loss:
+    """Return the value and the gradient of ``module`` at the temperature of its first call, as L-BFGS needs."""
+    labels, first = torch.from_numpy(targets), list[float]()
 
     def loss(scores: np.ndarray) -> tuple[float, np.ndarray]:
         leaf = torch.from_numpy(scores)[:, None].requires_grad_()
-        value = module(leaf, labels)
-        module.temperature = module.current_temperature  # fixed from the first call on, as L-BFGS needs
+        if isinstance(module, PAUCAtBudgetLoss):  # its temperature is a multiple of the scale of the scores
+            if module.surrogate != "dro":
+                first.append(float(np.subtract(*np.quantile(scores[targets == 0], (0.75, 0.25)))))
+                module.temperature *= first[-2] / first[-1] if len(first) > 1 else 1
+            value = module(leaf, labels)
+        else:
+            value = module(leaf, labels)
+            module.temperature = module.current_temperature
         value.backward()
         return value.item(), leaf.grad[:, 0].numpy()
 
@@ -123,51 +143,57 @@ def train(
 
 
 def run(name: str, seed: int, iterations: int) -> Record:
-    """Return the average precision on validation and test rows of the regression, of training on AP and on CE."""
+    """Return the figure on test rows of each metric and method, chosen by that metric on validation rows."""
     training, validation, test = parts(name, seed)
-    began = time.process_time()
-    start = regression(training, validation)
-    first = (precision(start.weights, validation), start.weights)
-    record: Record = {"set": name, "seed": seed, "chosen": start.chosen}
+    record: Record = {"set": name, "seed": seed}
     record |= {"rows": sum(len(part.targets) for part in (training, validation, test))}
     record |= {"features": training.features.shape[1], "positives": int(training.targets.sum())}
-    losses = {"CE": cross_entropy(training.targets, start.rows), "AP": ranking(training.targets)}
-    best = {"LR": first}
-    seconds = {"LR": time.process_time() - began}
-    for method, loss in losses.items():
-        found = [first]
-        for decay in DECAYS:
-            train(
-                training.features,
-                loss,
-                start,
-                decay,
-                iterations,
-                lambda weights: found.append((precision(weights, validation), weights.copy())),  # noqa: B023
-            )
-        best[method] = max(found, key=lambda pair: pair[0])
-        seconds[method] = time.process_time() - began - sum(seconds.values())
-    for method, (reached, weights) in best.items():
-        record |= {method: precision(weights, test), f"{method} validation": reached}
-        record[f"{method} seconds"] = seconds[method]
+    began = time.process_time()
+    starts = regressions(training, validation)
+    record["regression seconds"] = time.process_time() - began
+    visited: dict[tuple[str, str], list[tuple[list[float], np.ndarray]]] = {}
+    for index, (metric, start) in enumerate(starts.items()):
+        record[f"{metric} chosen"] = start.chosen
+        for method in ("regression", "cross-entropy", *OWN[metric]):
+            began, key = time.process_time(), (start.chosen, method)
+            if key not in visited:
+                found = visited[key] = [(figures(start.weights, validation), start.weights)]
+                for decay in DECAYS if method != "regression" else ():
+                    if method == "cross-entropy":
+                        loss = cross_entropy(training.targets, start.rows)
+                    else:
+                        loss = ranking(LOSSES[method](), training.targets)
+                    train(
+                        training.features,
+                        loss,
+                        start,
+                        decay,
+                        iterations,
+                        lambda weights: found.append((figures(weights, validation), weights.copy())),  # noqa: B023
+                    )
+                record.setdefault(f"{method} seconds", time.process_time() - began)
+            reached, weights = max(visited[key], key=lambda pair: pair[0][index])
+            record |= {f"{metric} {method}": figures(weights, test)[index]}
+            record |= {f"{metric} {method} validation": reached[index]}
     return record
 
 
 def on_process(rank: int, own: bool) -> np.ndarray:
     """Return the weights after a few iterations, with the rows of process ``rank`` of those that there are."""
     training, validation, _ = parts(REAL, 0)
-    start = regression(training, validation)
+    start = regressions(training, validation)["AP"]
     index = np.random.default_rng(0).permutation(len(training.targets))
     if dist.get_world_size() == 2:
         index = np.split(index, [len(index) // 3])[rank]  # a different number of rows each
     training = Part(training.features[index], training.targets[index])
-    return train(training.features, ranking(training.targets, own), start, 1.0, REAL_ITERATIONS, lambda weights: None)
+    loss = ranking(SmoothAPLoss(1, gather_distributed=False if own else None), training.targets)
+    return train(training.features, loss, start, 1.0, REAL_ITERATIONS, lambda weights: None)
 
 
 def agreement() -> Record:
     """Return how far the weights of two processes are from those of one, relative to the way from the start."""
     training, validation, _ = parts(REAL, 0)
-    begin = regression(training, validation).weights
+    begin = regressions(training, validation)["AP"].weights
     one = on_ranks(1, on_process, False)[0]
     two, own = (on_ranks(2, on_process, alone) for alone in (False, True))
     way = np.linalg.norm(one - begin)
@@ -177,24 +203,27 @@ def agreement() -> Record:
 
 
 def summary(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Return a row per set, and the comparisons over all sets, the tables, the wide ones and all but the two best."""
+    """Return a row per metric and set, and the comparisons over groups of sets."""
     sets: list[Record] = []
-    for name in dict.fromkeys(record["set"] for record in records):
-        own = [record for record in records if record["set"] == name]
-        row: Record = {"set": name, "rows": own[0]["rows"], "features": own[0]["features"]}
-        row |= {"positives": own[0]["positives"]}
-        row |= {method: mean(record[method] for record in own) for method in ("LR", "CE", "AP")}
-        sets.append(row | {"AP - LR": row["AP"] - row["LR"], "CE - LR": row["CE"] - row["LR"]})
-    compared = []
-    best = sorted(sets, key=lambda row: row["AP - LR"])[-2:]
-    groups = {"all": {*TABLES, *WIDE}, "tables": {*TABLES}, "wide": {*WIDE}}
-    groups["all but the two best"] = groups["all"] - {row["set"] for row in best}
-    for group, names in groups.items():
-        some = [row for row in sets if row["set"] in names]
-        for method, base in (("AP", "LR"), ("AP", "CE"), ("CE", "LR")):
-            if some:
-                over = OverSets.of([row[method] - row[base] for row in some])
-                compared.append({"group": group, "compared": f"{method} - {base}", **over._asdict()})
+    compared: list[Record] = []
+    for metric in METRICS:
+        methods = ("regression", "cross-entropy", *OWN[metric])
+        rows: list[Record] = []
+        for name in dict.fromkeys(record["set"] for record in records):
+            own = [record for record in records if record["set"] == name]
+            row = {"metric": metric, "set": name, **{key: own[0][key] for key in ("rows", "features", "positives")}}
+            rows.append(row | {method: mean(record[f"{metric} {method}"] for record in own) for method in methods})
+        sets += rows
+        for base, method in combinations(methods, 2):
+            if base not in methods[:3]:
+                continue
+            best = {row["set"] for row in sorted(rows, key=lambda row: row[method] - row[base])[-2:]}
+            names = {row["set"] for row in rows}
+            groups = {"all": names, "tables": {*TABLES}, "wide": {*WIDE}, "all but the two best": names - best}
+            for group, members in groups.items():
+                if differences := [row[method] - row[base] for row in rows if row["set"] in members]:
+                    about = {"metric": metric, "group": group, "compared": f"{method} - {base}"}
+                    compared.append(about | OverSets.of(differences)._asdict())
     return sets, compared
 
 
@@ -223,11 +252,11 @@ def main() -> None:
                         file.write(json.dumps(known[name, seed]) + "\n")
             records.append(known[name, seed])
         some = records[-splits:]
-        means = (f"{method} {mean(record[method] for record in some):.3f}" for method in ("LR", "CE", "AP"))
+        means = (f"{key} {mean(record[key] for record in some):.3f}" for key in ("AP regression", "AP SmoothAP"))
         print(f"{len(records)} of {splits * len(names)}: {name}, {', '.join(means)}", flush=True)
     sets, compared = summary(records)
     real = agreement()
-    print_records("Average precision on test rows, mean of the splits", sets)
+    print_records("The metrics on test rows, mean of the splits", sets)
     print_records("Differences, mean over sets with the 95 % bootstrap interval", compared)
     print_records("Two processes: distance from the weights of one, relative to the way from the regression", [real])
     sources = {name: source[1:6] for name, source in TABLES.items()}

@@ -11,8 +11,9 @@ one comparison, and a title says how many comparisons a table makes.
 
 ``losses``: 29 sets, batches of 256 rows, checkpoints after 50, 100, 200, 400 and 800 steps at three rates, three
 splits. "Best of four" is the one of cross-entropy, weighted or not, with SmoothAP or without, that validation prefers.
+LibAUC 2 has its own optimizer and batches; without it (``pip install --no-deps libauc==2.0.1``) its rows are left out.
 
-``pools``: the first eight of the ten sets with more than 15,000 rows, two rates and two splits. A loss ranks a batch of
+``pools``: the ten sets with more than 15,000 rows, two rates and two splits. A loss ranks a batch of
 256, 1,024 or 4,096 rows as a whole, or 256 of its rows at a time, as 4 or 16 processes do that do not pool, or 256 rows
 and a queue of 4,096. Differences are from cross-entropy with as many rows a step.
 
@@ -32,14 +33,14 @@ import numpy as np
 import torch
 from figures import BLUE, LINE, ORANGE, panels_of
 from figures import save as save_figure
-from real import CE, FOUR, LARGE, SEEN, SUM, WEIGHTED, Found, Size, against, cells, compare, markdown, of_sets
+from real import CE, FOUR, LARGE, SAMPLER, SEEN, SUM, WEIGHTED, Found, Size, against, cells, compare, markdown, of_sets
 from real_data import BINARY, missing
-from real_runs import BATCH, METRICS, Cache, Job, run
+from real_runs import BATCH, METRICS, PEERS, TREES, Cache, Job, has_peer, run
 from report import PICTURES, Record, Run
 
 TERMS = ("", f"{CE} + ", f"{WEIGHTED} + ")
 OWN = (*(f"{term}{name}" for name in ("recall", "pAUC dro", "pAUC pairwise") for term in TERMS), "pAUC")
-BASES = (CE, WEIGHTED, f"{CE} + SmoothAP", SUM, "SmoothAP")
+BASES = (CE, WEIGHTED, SAMPLER, f"{CE} + SmoothAP", SUM, "SmoothAP", TREES, *(PEERS if has_peer() else ()))
 POOLED = (SUM, f"{WEIGHTED} + recall", "pAUC dro", f"{CE} + pAUC pairwise")
 
 
@@ -56,7 +57,7 @@ class Layout(NamedTuple):
 
 LAYOUTS = (Layout(256), Layout(1024, 4), Layout(1024), Layout(4096, 16), Layout(4096), Layout(256, 1, ", queue"))
 STEPS = (50, 100, 200, 400, 800)
-FULL = (Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), STEPS), Size(LARGE[:8], (3e-3, 1e-2), (10, 11), STEPS))
+FULL = (Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), STEPS), Size(LARGE, (3e-3, 1e-2), (10, 11), STEPS))
 QUICK = (Size(("letter H", "positive covid tests"), (1e-2,), (10,), (2, 4)), Size(("letter H",), (1e-2,), (10,), (2,)))
 
 

@@ -6,10 +6,14 @@ A method is named by its terms and, after a comma, by what is added: ``"weighted
 its default. Weighted cross-entropy weighs each row by the inverse share of its
 class in the batches and divides by the sum of the weights, as ``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have
 weight 1, and losses of fullrank their defaults. ``"hard-negative 0.2"`` is a baseline that is written out here.
+``"LibAUC AP"`` and ``"LibAUC pAUC"`` are ``APLoss`` with ``SOAP`` and ``pAUC_DRO_Loss`` with ``SOPAs`` of LibAUC 2, on
+probabilities, with its defaults and half of each batch positive, as in its examples.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -31,6 +35,7 @@ from fullrank.kernels.spread import spread_of
 WIDTH, BATCH = 32, 256
 SAMPLED, QUEUE = 16, 4_096  # positives in a batch of the sampler on thinned sets, elsewhere a quarter; rows of a queue
 TREES = "boosted trees"
+PEERS = {"LibAUC AP": ("APLoss", "soap.SOAP"), "LibAUC pAUC": ("pAUC_DRO_Loss", "sopa_s.SOPAs")}
 METRICS = ("AP", "recall", "pAUC")  # recall in the top BUDGET of the rows, area to a false-positive rate of BUDGET
 BUDGET = 0.05
 CLASS_STEPS, CLASS_RATE, CLASS_BATCH, SMALLEST = 600, 1e-2, 512, 0.03
@@ -167,6 +172,33 @@ def build(method: str, share: float, columns: int) -> Loss:
     return lambda logits, targets: sum((term(logits, targets) for term in terms), torch.zeros(()))
 
 
+def has_peer() -> bool:
+    """Return whether LibAUC is installed; ``pip install --no-deps libauc==2.0.1`` is enough for its losses."""
+    return importlib.util.find_spec("libauc") is not None
+
+
+def build_peer(method: str, networks: Networks, rows: int, columns: int) -> Loss:
+    """Return the sum of a loss of LibAUC over the columns, and give ``networks`` its optimizer.
+
+    The loss is called with logits and the place of each positive in the training set, -1 for a negative, both
+    (N, columns): LibAUC keeps a moving average for each positive.
+    """
+    name, (folder, optimizer) = PEERS[method][0], PEERS[method][1].split(".")
+    auc = importlib.import_module("libauc.losses.auc")
+    losses = [getattr(auc, name)(rows, device="cpu") for _ in range(columns)]
+    make = getattr(importlib.import_module(f"libauc.optimizers.{folder}"), optimizer)
+    groups = [{"params": group["params"], "lr": group["lr"]} for group in networks.optimizer.param_groups]
+    networks.optimizer = make(groups, mode="adam", device="cpu")
+
+    def loss(logits: Tensor, places: Tensor) -> Tensor:
+        each = zip(losses, logits.sigmoid().T, places.T, strict=True)
+        return sum(
+            (own(scores, (index >= 0).long(), index.clamp_min(0)) for own, scores, index in each), torch.zeros(())
+        )
+
+    return loss
+
+
 def batches(targets: Tensor, size: int, positives: int | None, seed: int) -> Iterator[Tensor]:
     """Yield the rows of batch after batch without end: shuffled, or with a number of positives in each."""
     generator = torch.Generator().manual_seed(seed)
@@ -252,15 +284,21 @@ def run(job: Job) -> list[Any]:
     if job.method.endswith(", sampler"):
         positives = job.batch // 4 if job.share is None else SAMPLED
         share = positives / job.batch
+    if job.method in PEERS:
+        positives = job.batch // 2
     networks = Networks(features.shape[2], job.splits, job.rates)
     columns = len(job.rates) * len(job.splits)
-    loss = build(job.method, share, columns * job.parts)
+    if job.method in PEERS:
+        loss = build_peer(job.method, networks, targets.shape[1], columns)
+    else:
+        loss = build(job.method, share, columns * job.parts)
     streams = [batches(own, job.batch, positives, seed) for own, seed in zip(targets, job.splits, strict=True)]
     place = torch.arange(len(job.splits))[:, None]
     for step in range(1, max(job.steps) + 1):
         index = torch.stack([next(stream) for stream in streams])
         logits = networks(features[place, index])
-        own = targets[place, index].expand_as(logits)
+        own = targets[place, index]
+        own = (index.where(own == 1, -1) if job.method in PEERS else own).expand_as(logits)
         networks.optimizer.zero_grad()
         # A part of a batch is one more column.
         by_part = [rows.reshape(columns * job.parts, -1).T for rows in (logits, own)]

@@ -1,16 +1,18 @@
 """The classifier of scikit-learn: its interface, what it optimises, and that it is one of the candidates it chooses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import optimize, sparse
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import average_precision_score, brier_score_loss
+from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.estimator_checks import check_estimator
 
 from fullrank.integrations import sklearn
@@ -35,7 +37,11 @@ def rows() -> Rows:
 
 
 def test_scikit_learn_accepts_it() -> None:
-    check_estimator(AveragePrecisionClassifier(Cs=(0.1, 10.0), max_iter=10), on_skip=None)
+    # A row of weight 2 is held out as one row, so that ten rows written out are split otherwise.
+    names = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
+    failing = dict.fromkeys(names, "rows are held out")
+    model = AveragePrecisionClassifier(Cs=(0.1, 10.0), max_iter=10)
+    check_estimator(model, on_skip=None, expected_failed_checks=failing, on_fail="raise")
 
 
 def test_average_precision_rises_above_that_of_the_regression(rows: Rows) -> None:
@@ -90,7 +96,131 @@ def test_it_works_in_a_pipeline_and_in_a_search(rows: Rows) -> None:
     assert search.best_params_ == {"averageprecisionclassifier__max_iter": 20}
 
 
-@pytest.mark.parametrize(("name", "value"), [("Cs", ()), ("Cs", np.zeros(0)), ("max_iter", -1)])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_weights_are_rows_written_out(rows: Rows, kept: int) -> None:
+    features, classes = rows[0][:600], rows[1][:600]
+    validation, weights = (rows[0][3000:5000], rows[1][3000:5000]), np.random.default_rng(0).integers(kept, 3, 600)
+    make = partial(AveragePrecisionClassifier, Cs=(0.1,), max_iter=20)
+    weighted = make().fit(features, classes, weights, validation=validation)
+    written = make().fit(np.repeat(features, weights, axis=0), np.repeat(classes, weights), validation=validation)
+    equal = make().fit(features, classes, validation=validation)
+    # Two regressions that stop at a gradient of 1e-4.
+    np.testing.assert_allclose(weighted.validation_scores_[0], written.validation_scores_[0], rtol=1e-3)
+    np.testing.assert_allclose(weighted.coef_, written.coef_, atol=0.01)
+    assert np.abs(equal.coef_ - written.coef_).max() > 0.03
+    # Rows of validation: the same metric, calibration and choice.
+    weights = np.random.default_rng(1).integers(kept, 3, 2000)
+    weighted = make().fit(features, classes, validation=(*validation, weights))
+    written = make().fit(features, classes, validation=[np.repeat(part, weights, axis=0) for part in validation])
+    np.testing.assert_allclose(weighted.validation_scores_, written.validation_scores_, rtol=1e-9)
+    np.testing.assert_allclose(weighted.intercept_, written.intercept_, rtol=1e-4)
+    assert not np.allclose(equal.validation_scores_, written.validation_scores_, rtol=1e-3)
+
+
+def test_rows_of_a_group_are_held_out_together(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Any] = []
+    split = AveragePrecisionClassifier._split
+
+    def spy(model: AveragePrecisionClassifier, kept: Any, groups: np.ndarray | None) -> Any:
+        parts.append(split(model, kept, groups))
+        return parts[-1]
+
+    monkeypatch.setattr(AveragePrecisionClassifier, "_split", spy)
+    features, classes = rows[0][:1000].copy(), rows[1][:1000]
+    features[:, 3] = groups = np.arange(1000) % 50
+    weights = (np.arange(1000) % 7 > 0) * 1.0
+    for own in (groups, None):
+        AveragePrecisionClassifier(Cs=(1.0,), max_iter=1, random_state=0).fit(features, classes, weights, groups=own)
+    (training, held_out), (_, drawn) = parts
+    assert not set(training.X[:, 3]) & set(held_out.X[:, 3])
+    assert len(set(drawn.X[:, 3])) == 50  # of every group some
+    assert len(training.targets) + len(held_out.targets) == weights.sum()
+
+
+@pytest.mark.parametrize("objective", ["recall", "partial_auc"])
+def test_the_objective_chooses(rows: Rows, objective: str) -> None:
+    features, classes = rows
+    train, held_out, positive = slice(0, 3000), slice(3000, 9000), classes[3000:] == "yes"
+    model = AveragePrecisionClassifier(objective=objective, budget=0.03)
+    model.fit(features[train], classes[train], validation=(features[held_out], classes[held_out]))
+    scores = model.decision_function(features[held_out])
+    if objective == "recall":
+        expected = positive[np.argsort(-scores)[:180]].sum() / positive.sum()
+    else:
+        expected = roc_auc_score(positive, scores, max_fpr=0.03)
+    assert model.validation_scores_[model.best_iter_] == model.validation_scores_.max() == pytest.approx(expected)
+    assert model.best_iter_ > 0
+
+
+def test_recall_of_equal_scores_is_the_budget() -> None:
+    targets, weights = np.array([0, 1, 0, 1]), np.array([1.0, 2.0, 3.0, 4.0])
+    assert sklearn.OBJECTIVES["recall"](targets, np.zeros(4), weights, 0.25) == pytest.approx(0.25)
+    # 40 % of the weight is the last row alone.
+    assert sklearn.OBJECTIVES["recall"](targets, np.arange(4.0), weights, 0.4) == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("class_weight", ["balanced", {"no": 1, "yes": 20}])
+def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any) -> None:
+    features, classes = rows[0][:2000], rows[1][:2000]
+    validation, weights = (rows[0][2000:5000], rows[1][2000:5000]), np.random.default_rng(0).random(2000)
+    make = partial(AveragePrecisionClassifier, Cs=(0.01,), max_iter=5)
+    model = make(class_weight=class_weight).fit(features, classes, weights, validation=validation)
+    of_class = compute_class_weight(class_weight, classes=np.array(["no", "yes"]), y=classes)
+    all_weights = [of_class[(labels == "yes").astype(int)] for labels in (classes, validation[1])]
+    written = make(class_weight=None).fit(
+        features, classes, weights * all_weights[0], validation=(*validation, all_weights[1])
+    )
+    equal = make(class_weight=None).fit(features, classes, weights, validation=validation)
+    np.testing.assert_allclose(model.coef_, written.coef_, rtol=1e-12)
+    np.testing.assert_allclose(model.intercept_, written.intercept_, rtol=1e-12)
+    assert np.abs(equal.intercept_ - written.intercept_) > 1
+
+
+def test_the_regression_may_be_balanced(rows: Rows) -> None:
+    features, classes = rows[0][:2000], rows[1][:2000]
+    regression = LogisticRegression(C=1e-4, class_weight="balanced").fit(features, classes)
+    scores = regression.decision_function(rows[0][2000:])
+    validation = rows[0][2000:], np.where(scores > np.quantile(scores, 0.9), "yes", "no")
+    models = [AveragePrecisionClassifier(Cs=(1e-4,), class_weight=kind, max_iter=0) for kind in ("auto", None)]
+    auto, equal = (model.fit(features, classes, validation=validation) for model in models)
+    assert auto.is_balanced_
+    assert not equal.is_balanced_
+    assert auto.validation_scores_[0] == pytest.approx(1, abs=1e-9)
+    assert equal.validation_scores_[0] < 0.99999
+
+
+def test_verbose_prints_the_start_each_iteration_and_the_result(rows: Rows, capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in range(3):
+        model = AveragePrecisionClassifier(Cs=(1.0,), max_iter=3, random_state=0, verbose=verbose)
+        model.fit(rows[0][:500], rows[1][:500])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == (0, 2, 1 + model.n_iter_)[verbose]
+    assert "average_precision" in lines[0]
+    assert lines[-1].endswith(f"kept: iteration {model.best_iter_} of {model.n_iter_ - 1}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("Cs", ()), ("Cs", np.zeros(0)), ("max_iter", -1), ("budget", 0), ("budget", 1), ("objective", "auc")],
+)
 def test_arguments_that_do_not_fit(rows: Rows, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
         AveragePrecisionClassifier(**{name: value}).fit(rows[0][:200], rows[1][:200])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample_weight": -np.ones(200)}, "sample_weight: expected numbers >= 0, got -1"),
+        ({"sample_weight": np.ones((200, 1))}, r"sample_weight: expected shape \(N,\), got \(200, 1\)"),
+        ({"groups": np.zeros(199)}, "inconsistent numbers of samples"),
+        ({"groups": np.zeros(200)}, "groups: "),
+        ({"groups": np.arange(200), "validation": (np.zeros((2, 4)), ["no", "yes"])}, "Pass one of them"),
+        ({"validation": (np.zeros((2, 4)), ["no", "maybe"])}, r"y of validation: expected .* got \['maybe'\]"),
+        ({"validation": (np.zeros((2, 3)), ["no", "yes"])}, "3 features"),
+        ({"validation": (np.zeros((2, 4)), ["no", "no"])}, "1 class"),
+    ],
+)
+def test_rows_that_do_not_fit(rows: Rows, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AveragePrecisionClassifier().fit(rows[0][:200], rows[1][:200], **arguments)
