@@ -4,7 +4,8 @@ Usage: python benchmarks/grad_norm.py [--quick] [--repeats 30] [--out FOLDER]
 
 Both functions clip the same float32 gradients of a decoder of 50 million parameters in turn. max_norm falls by a
 thousandth from call to call, so every call scales. The ratio compares the shortest runs. The error is that of the
-returned norm, relative to float64. Writes grad_norm.json; a quick run writes only with ``--out``.
+returned norm, relative to float64. A second table has many tensors of one size, p = 2. Writes grad_norm.json; a quick
+run writes only with ``--out``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,19 @@ from torch import Tensor, nn
 
 import fullrank
 
-BAR = 1.25  # of torch's time, p = 2
+BAR = 1.2  # of torch's time, p = 2
 POWERS = (2.0, 1.0, 3.0, math.inf)
+# Number and elements of tensors: rows of 4,096 fill some, others have equal rows; 20,011 and 50,021 have no divisor.
+SIZES = (
+    (1000, 1000),
+    (1000, 4096),
+    (400, 5000),
+    (400, 20_001),
+    (400, 20_011),
+    (400, 50_001),
+    (400, 50_021),
+    (400, 65_536),
+)
 
 
 def make_model(width: int, depth: int) -> list[nn.Parameter]:
@@ -30,6 +42,15 @@ def make_model(width: int, depth: int) -> list[nn.Parameter]:
     shapes = [(16 * width, width), *depth * [*block, *5 * [(width,)]]]
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
+    return parameters
+
+
+def make_tensors(number: int, size: int) -> list[nn.Parameter]:
+    """Return parameters of ``size`` elements each, with normal gradients."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(size)) for _ in range(number)]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
     return parameters
@@ -87,7 +108,11 @@ def main() -> None:
     cases = [compare(parameters, norm_type, repeats) for norm_type, repeats in progress(runs.items())]
     title = f"clip_grad_norm_, {total:,} float32 parameters in {len(parameters)} tensors, shortest run; bar {BAR}"
     print_records(title, cases)
-    script.write(parameters=total, tensors=len(parameters), cases=cases)
+    sizes = []
+    for number, size in progress([(4, 5000)] if options.quick else SIZES):
+        sizes.append({"tensors": number, "elements": size, **compare(make_tensors(number, size), 2.0, options.repeats)})
+    print_records(f"the same with many tensors of one size, p = 2; bar {BAR}", sizes)
+    script.write(parameters=total, tensors=len(parameters), cases=cases, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -307,6 +307,11 @@ def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
 
 
+def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:
+    """Return True if ``replicate`` of torch.distributed._composable has given one of ``modules`` a DDP out of sight."""
+    return any(type(module).__module__ == "torch.distributed._composable.replicate" for module in modules)
+
+
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     """Return the groups of parameters that FSDP2 manages for ``model``.
 

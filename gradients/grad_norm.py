@@ -40,7 +40,7 @@ from ..distributed.group import backend_by_device, is_initialized
 from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
 from ..distributed.torch_private import count_unreduced, holds_unreduced, multiply_each_, not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
-from .norm_measure import by_dtype, join_norms, local_norm
+from .norm_measure import by_device, by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
 from .parameters import Plain, counted_gradient, is_elsewhere, list_entries, local_gradient, read_once, read_plain
 
@@ -74,7 +74,7 @@ def total_grad_norm(
 
     Args:
         parameters: a Module, a tensor, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same
-            order on every rank; plain tensors and DTensors on any meshes. A missing gradient counts as 0.
+            order on every rank; plain tensors and DTensors on any meshes and devices. A missing gradient counts as 0.
         norm_type: p > 0, or inf.
         error_if_nonfinite: raise on every rank when the norm is inf or NaN. Waits for the device.
         shard_groups: called with each parameter; returns the groups over which it is sharded in addition to those of
@@ -82,14 +82,14 @@ def total_grad_norm(
         across: the groups whose ranks hold different parameters, such as pipeline stages; reduced last.
 
     Returns:
-        A plain scalar on the device of the gradients, the same number on all ranks that the groups connect. Its dtype
-        is float64 if one of this rank's parameters is float64, else float32, also for half precision. If any rank
-        returns float32, the number is rounded to float32 on all ranks.
+        A plain scalar, the same number on all ranks that the groups connect; on the device of the gradients, of several
+        on the first that is no CPU. Its dtype is float64 if one of this rank's parameters is float64, else float32,
+        also for half precision. If any rank returns float32, the number is rounded to float32 on all ranks.
 
     Raises:
         TypeError: for an item that is not a parameter; for a gradient that is a DTensor although its parameter is not.
-        ValueError: for a ``norm_type`` not > 0; gradients on different devices; a group without this rank; groups that
-            overlap; arguments that differ between ranks.
+        ValueError: for a ``norm_type`` not > 0; gradients of which some are on the meta device; a group without this
+            rank; groups that overlap; arguments that differ between ranks.
         RuntimeError: with ``error_if_nonfinite``, when the norm is inf or NaN; names the parameters and their ranks.
 
     Degenerate:
@@ -174,17 +174,18 @@ def clip_grad_norm_(
     if limit == math.inf:
         return reduced.returned
     local = map(local_gradient, measured.plan.entries) if measured.plain is None else measured.plain
-    for dtype, grads in by_dtype(grad for grad in local if grad is not None).items():
-        factor = torch.clamp(limit / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
-        if factor.device.type == "cpu" and factor.item() == 1:
-            continue  # reading the factor is free on the host and saves a multiplication by 1
-        # The fused kernels need a factor in the dtype of the gradients. In half precision a small factor rounds to 0.
-        factor = factor.float() if dtype is torch.float32 else factor
-        if foreach or (foreach is None and all(type(grad) is Tensor for grad in grads)):
-            multiply_each_(grads, factor)
-        else:
-            for grad in grads:
-                grad.mul_(factor)
+    factor = torch.clamp(limit / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
+    if factor.device.type == "cpu" and factor.item() == 1:
+        return reduced.returned  # reading the factor is free on the host and saves a multiplication by 1
+    for on_device in by_device([grad for grad in local if grad is not None], measured.devices):
+        for dtype, grads in by_dtype(on_device).items():
+            # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
+            own = factor.to(grads[0].device, torch.float32 if dtype is torch.float32 else None)
+            if foreach or (foreach is None and all(type(grad) is Tensor for grad in grads)):
+                multiply_each_(grads, own)
+            else:
+                for grad in grads:
+                    grad.mul_(own)
     return reduced.returned
 
 
@@ -208,7 +209,8 @@ class _Measured(NamedTuple):
     plan: Plan  # the groups to reduce over; and the parameters, unless ``plain`` has the gradients
     columns: dict[Layout, Tensor]  # the norms on this rank, as float64 scalars on the device of the exchange
     plain: list[Tensor] | None  # the gradients, if they and their parameters are all plain and dense
-    device: torch.device | None  # of the gradients, else of the first parameter; None without parameters
+    devices: tuple[torch.device, ...]  # of the gradients
+    device: torch.device | None  # the first of them, else that of the first parameter; None without parameters
     narrow: bool  # whether this rank returns the norm in float32
     error: Exception | None  # the first failed check of this rank; the columns are then 0
 
@@ -290,27 +292,33 @@ def _measure(
             grads += [] if grad is None else [grad]
     own_parameters = plain.parameters if plain else [entry.parameter for entry in plan.entries]
     device: torch.device | None = None
+    devices: tuple[torch.device, ...] = ()
     with postponed:
-        devices = {grad.device for grads in by_layout.values() for grad in grads}
-        if len(devices) > 1:
+        # An accelerator first: the ranks exchange norms there, also those of gradients on the CPU.
+        found = dict.fromkeys(grad.device for grads in by_layout.values() for grad in grads)
+        devices = tuple(sorted(found, key=lambda device: device.type == "cpu"))
+        if len(devices) > 1 and any(device.type == "meta" for device in devices):
             got = Words(", ".join(sorted(map(str, devices))))
-            fix = "Move them to one device: one norm and one factor are for all of them."
-            raise ValueError(expected("gradients", "all on one device", got, fix))
+            raise ValueError(expected("gradients", "values of all, or of none", got, "Materialize the model first."))
         parameter_devices = (parameter.device for parameter in own_parameters if not is_elsewhere(parameter))
-        device = devices.pop() if devices else next(parameter_devices, None)
+        device = devices[0] if devices else next(parameter_devices, None)
 
     home = (_exchange_device(plan.groups[0], device) if plan.groups else device) or torch.device("cpu")
     columns: dict[Layout, Tensor] = {}
     if postponed.error is None:
         with postponed:
-            columns = {key: local_norm(grads, options.norm_type).to(home) for key, grads in by_layout.items() if grads}
+            for layout, grads in by_layout.items():
+                parts = [local_norm(own, options.norm_type).to(home) for own in by_device(grads, devices)]
+                if parts:
+                    columns[layout] = parts[0] if len(parts) == 1 else join_norms(torch.stack(parts), options.norm_type)
     if len(columns) < len(by_layout):  # a rank without gradients, or one that failed, sends zeros
         columns = dict.fromkeys(by_layout, torch.zeros((), dtype=torch.float64, device=home)) | columns
 
     # A norm in half precision would overflow: float16 ends at 65504.
     is_double = not {parameter.dtype for parameter in own_parameters}.isdisjoint((torch.float64, torch.complex128))
     narrow = not is_double and bool(own_parameters or not plan.groups)  # other ranks decide for one without parameters
-    return _Measured(options, listed, plan, columns, plain and plain.grads, device, narrow, postponed.error)
+    plain_grads = plain and plain.grads
+    return _Measured(options, listed, plan, columns, plain_grads, devices, device, narrow, postponed.error)
 
 
 def _as_number(name: str, value: Any, what: str, is_valid: Callable[[float], bool]) -> float:

@@ -144,8 +144,11 @@ class GradientSync(NamedTuple):
         if self.unwrapped is None or others_reduce or not is_initialized() or dist.get_world_size() == 1:
             return
         number = sum(parameter.requires_grad for parameter in self.unwrapped.parameters())
+        what = "a model whose gradients a wrapper reduces over the ranks"
+        if torch_private.has_composable_replicate(self.unwrapped.modules()):
+            got = Words("composable replicate, which hides its DDP")
+            raise ValueError(expected("model", what, got, "Use DistributedDataParallel(model), or fully_shard."))
         if number:
-            what = "a model whose gradients a wrapper reduces over the ranks"
             got = Words(f"{number} trainable parameters in no wrapper, on {dist.get_world_size()} ranks")
             advice = (
                 "Pass the model as DDP or fully_shard returned it: not ddp.module, not "

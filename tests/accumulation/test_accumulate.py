@@ -136,16 +136,26 @@ def test_tensor_parallel_copies_count_once(rank: int) -> None:
     mesh, errors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), {}
     batches = make_window("full", mesh["data"].get_local_rank())
     expected = one_process(Model(), all_batches("full", 2))
-    for name, group in (("wrapper", None), ("data mesh", mesh["data"]), ("world", dist.group.WORLD), ("loss", None)):
+    groups = {
+        "wrapper": None,
+        "data mesh": mesh["data"],
+        "world": dist.group.WORLD,
+        "loss": None,
+        "by hand": mesh["data"],
+    }
+    for name, group in groups.items():
         model, whole = Model(), name != "loss"
         down = RowwiseParallel() if whole else ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         up = ColwiseParallel() if whole else ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh["tensor"], {"up": up, "down": down})
-        fully_shard(model, mesh=mesh["data"])
+        if name != "by hand":
+            fully_shard(model, mesh=mesh["data"])
         with nullcontext() if whole else loss_parallel():
             for step, batch in accumulate(model, batches, count_valid_tokens, group=group):
                 logits, labels = model(batch["tokens"]), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
                 step.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        if name == "by hand":
+            fullrank.all_reduce_grads_(model, mesh["data"])
         errors |= {
             name: error(gradient(model), expected.gradient),
             f"{name} loss": error(step.mean_loss(), expected.loss),

@@ -152,6 +152,18 @@ def test_a_model_that_no_wrapper_reduces_is_refused(rank: int) -> None:
     DeferredMean(Model().requires_grad_(False))
 
 
+@on_ranks(2)
+def test_composable_replicate_is_named(rank: int) -> None:
+    """It leaves no DDP among the modules, and says so in the type of the module it was called with."""
+    from torch.distributed._composable.replicate import replicate
+
+    model, batches = replicate(Model()), make_window("full", rank)
+    kind, text = error_of(lambda: run_window(model, batches, group=None))
+    assert kind == "ValueError"
+    assert "got composable replicate, which hides its DDP. Use DistributedDataParallel(model), or fully_shard." in text
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @on_ranks()
 def test_flows_that_reduce_by_hand(rank: int) -> None:
     """Flows that say so; the last is ``ddp.module`` that says so wrongly."""

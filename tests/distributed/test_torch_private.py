@@ -343,6 +343,13 @@ def active_module() -> bool:
     return seen == [model] and type(model)._active_ddp_module is None
 
 
+def replicates() -> bool:
+    from torch.distributed._composable.replicate import replicate
+
+    before, model = type(module := nn.Linear(1, 1)), replicate(module)
+    return before.__module__ != type(model).__module__ == "torch.distributed._composable.replicate"
+
+
 class Sharded:
     """A module with one weight that FSDP2 manages, and what torch keeps for it."""
 
@@ -456,6 +463,7 @@ WRAPPERS: Table = {
     "DDP._delay_all_reduce_all_params": ("knows that the forward prepares nothing", one_hook),
     "DDP._lazy_init_ran": ("knows the first forward", lambda: steps("_lazy_init_ran") == [False, True, True]),
     "DDP._active_ddp_module": ("knows a forward that is running", active_module),
+    "torch.distributed._composable.replicate": ("refuses a hidden DDP", replicates),
     "torch.distributed._composable_state._module_state_mapping _get_fsdp_state": ("finds FSDP2", managed_modules),
     "FSDPState._fsdp_param_groups _fsdp_param_group fsdp_params sharded_param": ("finds parameters", sharded_form),
     "FSDPParam._unsharded_param": ("drops unreduced gradients", whole_form),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from blindfold import Blindfold
 from collective_counter import CollectiveCounter
+from device import DEVICE
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from subjects import with_gradient
@@ -420,7 +421,7 @@ BAD = {
     "across holds copies": ("ValueError", "across: expected groups whose ranks hold different parameters, got"),
     "shard_groups raises": ("RuntimeError", ""),
     "groups that overlap": ("ValueError", "shard_groups(two_d): expected groups that share one rank, got ranks"),
-    "devices": ("ValueError", "gradients: expected all on one device, got cpu, meta."),
+    "devices": ("ValueError", "gradients: expected values of all, or of none, got cpu, meta."),
     "plain gradient": ("TypeError", "gradient of parameter 17: expected a DTensor, as the parameter is, got Tensor."),
 }
 
@@ -475,6 +476,23 @@ def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
     assert (part_of_text if kind in DIFFERENT else f"clip_grad_norm_ failed on rank {bad_rank}: {part_of_text}") in text
     assert bytes_of(case) == before
     assert abs(fullrank.total_grad_norm(case.parameters).item() / flat(case).norm().item() - 1) <= 1e-14
+
+
+@on_ranks(3)
+def test_shards_on_several_devices_of_a_process(rank: int) -> None:
+    """A sharded parameter on the accelerator and a copied one that was left on the CPU; the last rank has no shard."""
+    full = [draw(seed, 30) for seed in range(2)]
+    shard = full[0].split((10, 20, 0))[rank].to(DEVICE)
+    parameters = [with_gradient(full[1]), with_gradient(shard)]
+    groups = {id(parameters[1]): dist.group.WORLD}
+    norm = fullrank.clip_grad_norm_(parameters, MOST, shard_groups=lambda parameter: groups.get(id(parameter)))
+    expected = torch.cat(full).norm()
+    assert norm.device == DEVICE
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
+    factor = MOST / (expected + 1e-6)
+    for parameter, grad in zip(parameters, (full[1], full[0].split((10, 20, 0))[rank])):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), grad * factor, rtol=1e-14, atol=0)
 
 
 @on_ranks(4)

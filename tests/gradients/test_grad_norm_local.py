@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blindfold import Blindfold
+from device import DEVICE
 from subjects import with_gradient
 from torch import Tensor, nn
 
@@ -17,8 +18,8 @@ import fullrank
 from fullrank.gradients import norm_measure
 
 POWERS = [0.5, 1.0, 2.0, 3.0, math.inf]
-# One row, two rows and parts of rows, more than is converted at a time.
-SIZES = [(0,), (), (5, 7), (4096,), (4097,), (3, 4099), (2**20 + 4103,)]
+# One row, rows of 4096, rows of equal length, rows and a rest, more than is converted at a time.
+SIZES = [(0,), (), (5, 7), (32768,), (3, 16384), (3, 16391), (32771,), (2**20 + 4103,)]
 
 
 def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -62,6 +63,26 @@ def test_same_as_torch(form: str, foreach: bool | None) -> None:
             assert (own.grad is None) == (other.grad is None)
 
 
+@pytest.mark.parametrize("norm_type", POWERS)
+def test_gradients_on_several_devices_have_one_norm_and_one_factor(norm_type: float) -> None:
+    """Also of several dtypes; in the order of the parameters the first device is the CPU."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    own = [torch.randn(7, 3, generator=torch.Generator().manual_seed(seed)).to(dtypes[seed % 3]) for seed in range(6)]
+    parameters = [with_gradient(grad.to(DEVICE) if i in (1, 4) else grad) for i, grad in enumerate(own)]
+    expected = torch.cat([grad.double().flatten() for grad in own]).norm(norm_type)
+    norm = fullrank.total_grad_norm(parameters, norm_type)
+    assert norm.device == DEVICE
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-7)
+    on_host = fullrank.total_grad_norm([parameter for parameter in parameters if parameter.device != DEVICE], norm_type)
+    assert norm.item() > on_host.item() * (1 + 1e-7) or norm_type == math.inf
+    assert fullrank.clip_grad_norm_(parameters, 0.5, norm_type).item() == norm.item()
+    for parameter, grad in zip(parameters, own):
+        assert parameter.grad is not None
+        assert parameter.grad.device == parameter.device
+        factor = 0.5 / (expected + 1e-6)
+        torch.testing.assert_close(parameter.grad.cpu(), (grad.double() * factor).to(grad.dtype), rtol=1e-2, atol=1e-6)
+
+
 def test_what_changes_between_two_calls_is_seen() -> None:
     """The same list, one thing after the other: also what torch sets past the checks of ``grad``."""
     parameters = [with_gradient(torch.full((3,), float(index + 1))) for index in range(4)]
@@ -83,7 +104,7 @@ def test_what_changes_between_two_calls_is_seen() -> None:
     parameters[3] = with_gradient(torch.full((3,), 60000.0, dtype=torch.float16))
     assert first > second != third < norm()
     parameters[0] = with_gradient(torch.ones(3, device="meta"))
-    with pytest.raises(ValueError, match="gradients: expected all on one device, got cpu, meta"):
+    with pytest.raises(ValueError, match="gradients: expected values of all, or of none, got cpu, meta"):
         norm()
     with pytest.raises(TypeError, match="parameter 3: expected a parameter"):
         fullrank.clip_grad_norm_([*parameters[1:], None, 3], 1.0)
@@ -120,9 +141,11 @@ def test_every_dtype_and_size(dtype: str, norm_type: float) -> None:
     wide = torch.complex128 if kind.is_complex else torch.float64
     whole = torch.cat([grad.flatten() for grad in grads]).to(wide)
     norm = of(*grads, norm_type=norm_type)
-    # By rows of 64: a single sum of a million terms is itself not exact.
-    rows = torch.nn.functional.pad(whole, (0, -len(whole) % 64)).view(-1, 64)
-    expected = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, norm_type, dim=1), norm_type)
+    expected = whole.abs()
+    while len(expected) > 1:  # rows of 64: a single sum of a million terms is itself not exact
+        rows = torch.nn.functional.pad(expected, (0, -len(expected) % 64)).view(-1, 64)
+        expected = torch.linalg.vector_norm(rows, norm_type, dim=1)
+    expected = expected[0]
     is_wide = kind in (torch.float64, torch.complex128)
     # In float32, sums of numbers with few digits are all rounded the same way.
     limit = 1e-14 if is_wide else 2e-7 if kind in (torch.float32, torch.complex64) else 1e-5

@@ -194,7 +194,7 @@ pytestmark = [
 FRAMEWORK = ["pytorch_lightning", "lightning.pytorch"]
 
 LIMIT = 1e-6  # of what the training has changed
-DEFINITION, TRAINING, WARM, WRITER, WINDOW_RANKER, CONTRAST = blocks("recipes/lightning.md")
+DEFINITION, TRAINING, CLIPPED, WARM, WRITER, WINDOW_RANKER, CONTRAST = blocks("recipes/lightning.md")
 QUEUE = ("SmoothAPLoss(num_classes=1)", "SmoothAPLoss(num_classes=1, queue_size=64)")
 WARM_RANKER = DEFINITION + WARM.replace(*QUEUE)
 WINDOW_RANKER = WINDOW_RANKER.replace(QUEUE[0], "SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)")
@@ -287,6 +287,31 @@ def test_a_resumed_training_is_the_same_bit_for_bit(
     for differing, temperature in workers(resumed, WARM_RANKER, str(tmp_path), step, keeps_loss):
         assert differing == [] if keeps_loss else "/encoder.0.weight" in differing
         assert 0.2 < temperature < 1.0  # it stands within its decay
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, in what Lightning calls
+@pytest.mark.parametrize("limit", [1e-3, None])
+def test_the_recipe_clips_by_the_norm_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, limit: float | None) -> None:
+    """Without a limit, the control, the norm is not changed."""
+    from lightning.pytorch import Trainer
+
+    norms: list[tuple[float, float]] = []
+
+    def spy(model: nn.Module, max_norm: float | None) -> Tensor:
+        norm = clip(model, max_norm)
+        norms.append((norm.item(), fullrank.total_grad_norm(model).item()))
+        return norm
+
+    clip = fullrank.clip_grad_norm_
+    monkeypatch.setattr(fullrank, "clip_grad_norm_", spy)
+    names = run_block(CLIPPED, run_block(DEFINITION, {"encoder": cases.make_encoder().double()}))
+    model = names["ClippedRanker"](names["encoder"], names["loss_fn"])
+    options = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "max_steps": 2, **QUIET}
+    Trainer(gradient_clip_val=limit, **options).fit(model, row_loader(), row_loader())
+    assert len(norms) == 2
+    for before, after in norms:
+        assert before > 1e-2
+        assert after == pytest.approx(before if limit is None else limit, rel=1e-3)
 
 
 ALONE = CONTRAST.replace("learn_temperature=True", "learn_temperature=True, gather_distributed=False")

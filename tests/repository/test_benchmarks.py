@@ -110,7 +110,7 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     # Float32: the two forms of the gradient differ by rounding.
     "contrastive": lambda results: max(row["difference"] for row in results["contrastive"]) < 2e-6,
     "gather": lambda results: all(row["ratio"] > 0 for row in results["gather"]),
-    "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"]),
+    "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"] + results["sizes"]),
     "graded": lambda results: len(results["table"]) == 3,
     "gradient_scale": check_gradient_scale,
     "linear_probe": check_linear_probe,
