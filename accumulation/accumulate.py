@@ -136,10 +136,11 @@ def accumulate(
         tensor([[3.]])
     """
 
-    def bring(window: Window) -> Offer[_Terms]:
+    def bring(window: Window) -> Offer[Terms]:
+        window.wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
         window.wrappers.check_group(group)
         factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-        terms = _Terms({}, {}, factor)
+        terms = Terms({}, {}, factor)
         if not isinstance(each, bool):
             raise TypeError(expected("each", "True or False", each))
         facts: dict[str, object] = {"multiplier": factor, "each": each}
@@ -161,7 +162,7 @@ def accumulate(
     return Step(window, terms, each)._iterate()
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """The counts and the multiplier of a window, by the names of the losses; a loss without a name has the name ""."""
 
     numbers: dict[str, float]  # N, over all ranks and micro-batches
@@ -211,7 +212,10 @@ def _count(window: Window, count: Any, name: str) -> tuple[float, list[float] | 
 class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
-    def __init__(self, window: Window, terms: _Terms, each: bool) -> None:
+    _call, _items_name = "accumulate", "num_items"
+    _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
+
+    def __init__(self, window: Window, terms: Terms, each: bool) -> None:
         self._window, self._terms = window, terms
         # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
         self._each: Tensor | None = None
@@ -578,8 +582,8 @@ class Step:
         if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term(term):
             raise ValueError(gathered_loss_message(name))
         if not is_mean_allowed and is_mean(loss) and not self._has_one_term(term):
-            fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
-            raise ValueError(expected(name, "the sum over its terms", Words("a mean without num_items"), fix))
+            what = "the sum over its terms"
+            raise ValueError(expected(name, what, Words(f"a mean without {self._items_name}"), self._mean_fix))
 
     def _keep_loss(self, value: Tensor | float, term: str, weight: float) -> None:
         """Keep a detached sum for the closing header, and the weight of its name, which does not change."""
@@ -635,7 +639,7 @@ class Step:
                     "step.backward(loss)."
                 )
                 raise RuntimeError(expected("loss of micro-batch 0", what, got, fix))
-            items = [check_amount("num_items", number) for number in as_numbers(self._items)]
+            items = [check_amount(self._items_name, number) for number in as_numbers(self._items)]
             forwards = window.wrappers.same_forwards
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
@@ -654,7 +658,7 @@ class Step:
             return Offer(None, {"forwards of DDP": forwards}, totals=totals, tensors=tensors, names=("losses",))
 
         try:
-            call = "accumulate (end of the window)"
+            call = f"{self._call} (end of the window)"
             agreed = agree_on(call, window.ranks, bring)
             totals = agreed.totals
             states = [row[2] for row in totals]

@@ -4,6 +4,7 @@ A server that receives ``backward`` and ``step`` as separate requests does not k
 step, so it cannot scale a loss by a count that still grows. It back-propagates sums, and divides the gradients later::
 
     backward    header (count, sum of losses); backward, in which the wrapper reduces; any number of times
+                or backward_window, which does it once for several micro-batches
     finish      header; all-reduces over the ranks that no wrapper reduces over; one division by N / m
 
 N is the sum of all counts over all ranks, m is the number that the wrapper has divided gradients by. Each header comes
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,11 @@ from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_s
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
-from .accumulate import SUM_UP, check_summed_loss, gathered_loss_message
+from .accumulate import SUM_UP, Step, Terms, check_summed_loss, gathered_loss_message
 from .token_count import check_scalar
+from .window import Window, open_window
+
+B = TypeVar("B")
 
 _OVER_RANKS = 2  # the kind of a loss in the header: over the rows of all ranks; 1 for a mean, 0 for a sum
 # All living objects: no two of them may divide the gradients of the same parameter.
@@ -41,6 +45,10 @@ _ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
 _BY_HAND = (
     "If you add up the gradients yourself, say so by passing group. If DDP around the model reduces them, pass "
     "multiplier, the number of its ranks."
+)
+_ONE_COUNT = (
+    "Their counts are open until the end, and one gradient cannot be divided by several numbers: use accumulate, which "
+    "counts them first, or add up losses of equal counts."
 )
 
 
@@ -66,6 +74,8 @@ class DeferredMean:
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+    A request of several micro-batches is one :meth:`backward_window`, with one reduction.
 
     Args:
         model: see :func:`accumulate`.
@@ -148,7 +158,7 @@ class DeferredMean:
 
         Every rank raises an error before the backward, so gradients and counts stay as they were.
         """
-        sums, is_first, sync = self._sums, self._sums.num_calls == 0, None
+        call, is_first, sync = "DeferredMean.backward", self._sums.num_calls == 0, None
         if is_first:
             # The next header raises an error, in the group of the last step, which the other ranks use.
             with suppress(Exception):
@@ -157,36 +167,21 @@ class DeferredMean:
             self._ranks = find_ranks(sync, self._group)
 
         def bring() -> Offer[None]:
-            if is_first:
-                self._set_wrappers(sync or find_sync(self._model))
-            if self._is_replaced:
-                fix = "Keep one object for each model, and use it in every step."
-                raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
+            num_stale, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
+            if isinstance(loss_sum, Mapping):
+                what, got = "one summed loss", Words("a dict")
+                raise TypeError(expected("loss_sum", what, got, _ONE_COUNT))
             check_summed_loss("loss_sum", loss_sum)
             self._sync.check_forwards("loss_sum", loss_sum)
-            switches = [module.require_backward_grad_sync for module in self._sync.ddp]
-            if not all(switches) or not all(all(group.switches) for group in self._sync.fsdp):
-                fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
-                raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            known = [ref() for ref in self._gradients_before] if is_first else []
-            old = set(map(id, known)) - {id(None)}
-            entries = distinct_entries(self._model) if old else []
-            grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
-            counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
-            num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
-            facts = {
-                "calls before": sums.num_calls,
-                "multiplier": self._multiplier,
-                "forwards of DDP": self._sync.same_forwards,
-            }
+            facts["forwards of DDP"] = self._sync.same_forwards
             kind = _OVER_RANKS if is_over_ranks(loss_sum) else is_mean(loss_sum)
             return Offer(None, facts, totals=(number, loss, num_stale, kind))
 
         try:
-            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals
-            _check_totals(totals, self._ranks)
+            totals = agree_on(call, self._ranks, bring).totals
+            _check_totals(call, totals, self._ranks)
         except Exception:
             self._forget_forwards()
             raise
@@ -194,9 +189,94 @@ class DeferredMean:
         # Broadcast buffers now. In the next forward the others would wait for a rank that makes none.
         self._sync.communicate_after_backward()
         num_terms, loss, *_ = map(math.fsum, zip(*totals))
+        return self._add(loss, num_terms, (loss_sum.device, loss_sum.dtype))
+
+    @not_compiled
+    def backward_window(
+        self, micro_batches: Sequence[B], fn: Callable[[B], tuple[Tensor, Tensor | float]]
+    ) -> CallTotals:
+        """Back-propagate the sums of several micro-batches, with one reduction; equal to :meth:`backward` of each.
+
+        Args:
+            micro_batches: a list; at least one on every rank. The ranks may have different numbers of them where only
+                the last backward communicates, see :func:`accumulate`.
+            fn: takes a micro-batch, runs the forward of the model and returns ``(loss_sum, n)``, which are the
+                arguments of :meth:`backward`.
+
+        Returns:
+            ``CallTotals(loss_sum, num_terms)`` of the window over all ranks, equal on every rank.
+
+        Raises:
+            TypeError: when ``fn`` is not a function, or returns no pair.
+            TypeError, ValueError, RuntimeError: see :meth:`backward` and :func:`accumulate`. An error before the first
+                forward leaves gradients and counts as they were. A later one, such as that of ``fn`` on one rank,
+                discards those of the whole step, as :meth:`discard` does.
+
+        Distributed:
+            Two headers, one reduction, and DDP's broadcast of buffers. Every rank raises an error, see
+            :meth:`Step.backward`.
+        """
+
+        def bring(window: Window) -> Offer[float]:
+            num_stale, facts = self._check_call(window.wrappers if self._sums.num_calls == 0 else None)
+            if not callable(fn):
+                raise TypeError(expected("fn", "a function of a micro-batch", fn))
+            return Offer(self._multiplier, facts, totals=(0.0, 0.0, num_stale))
+
+        call, model, group = "DeferredMean.backward_window", self._model, self._group
+        window, multiplier, totals = open_window(
+            call,
+            model,
+            micro_batches,
+            sync="last",
+            group=group,
+            multiplier=self._given_multiplier,
+            by_hand=_BY_HAND,
+            bring=bring,
+        )
+        self._ranks = window.ranks
+        try:
+            _check_totals(call, [[*row[:3], 0.0] for row in totals], window.ranks)
+        except Exception:
+            self._forget_forwards()
+            raise
+        step = _SumStep(window, Terms({"": multiplier}, {"": None}, multiplier), each=False)
+        try:
+            for _, micro_batch in step._iterate():
+                step.run(fn, micro_batch)
+        except BaseException:
+            self.discard()
+            raise
+        self._sync.communicate_after_backward()
+        return self._add(*step.sums)
+
+    def _add(self, loss: float, num_terms: float, kind: tuple[torch.device, torch.dtype]) -> CallTotals:
+        """Add the sums of a call over all ranks, and return them."""
+        sums, self._loss_kind = self._sums, kind
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
-        self._loss_kind = loss_sum.device, loss_sum.dtype
         return CallTotals(loss, _as_count(num_terms))
+
+    def _check_call(self, sync: GradientSync | None) -> tuple[Tensor | int, dict[str, object]]:
+        """Check that gradients may be collected; return the number of old elements, and what all ranks must share.
+
+        ``sync`` is how the model reduces, in the first call of a step; None in the others.
+        """
+        if sync is not None:
+            self._set_wrappers(sync)
+        if self._is_replaced:
+            fix = "Keep one object for each model, and use it in every step."
+            raise RuntimeError(expected("model", "one DeferredMean", Words("a newer one"), fix))
+        switches = [module.require_backward_grad_sync for module in self._sync.ddp]
+        if not all(switches) or not all(all(group.switches) for group in self._sync.fsdp):
+            fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
+            raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
+        known = [ref() for ref in self._gradients_before] if sync is not None else []
+        old = set(map(id, known)) - {id(None)}
+        entries = distinct_entries(self._model) if old else []
+        grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
+        counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
+        num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
+        return num_stale, {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
 
     @not_compiled
     @torch.no_grad()
@@ -316,6 +396,37 @@ class DeferredMean:
         self._sync.watch_forwards()  # refuses a later backward of the same loss, which DDP would not reduce
 
 
+class _SumStep(Step):
+    """Back-propagates sums as they are. Their counts travel with the closing header."""
+
+    _call, _items_name, _mean_fix = "DeferredMean.backward_window", "n", f"{SUM_UP}, or pass loss * n."
+
+    def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
+        """Back-propagate the sum of a micro-batch, or store the error of ``fn`` for the closing header."""
+        self._before = None  # a loss that has back-propagated itself is divided with the rest
+        try:
+            result = fn(micro_batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(expected(f"fn of micro-batch {self._index}", "a pair (loss_sum, n)", result))
+        except Exception as error:
+            self._store_or_raise(error, runs_backward=False)
+        else:
+            self.backward(result[0], num_items=result[1])
+
+    @property
+    def sums(self) -> tuple[float, float, tuple[torch.device, torch.dtype]]:
+        """The sum of the losses over all ranks, the number of their terms, and the device and dtype of a loss."""
+        dtype, device = self._kind
+        return self._totals[""], self._num_items, (device, dtype)
+
+    def _checked_share(self, losses: Any, num_items: Any, weights: Any, others_prepare: bool) -> Tensor:
+        self._items.append(check_scalar(f"n of micro-batch {self._index}", num_items))
+        return super()._checked_share(losses, None, weights, others_prepare)
+
+    def _has_one_term(self, term: str) -> bool:
+        return float(self._items[-1]) == 1
+
+
 def _as_count(number: float) -> int | float:
     """Return an int where ``number`` is whole; a mass of weights stays a float."""
     return int(number) if number.is_integer() else number
@@ -333,7 +444,7 @@ def _trainable(model: nn.Module) -> set[int]:
     return {id(parameter) for _, parameter in distinct_entries(model) if parameter.requires_grad}
 
 
-def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None:
+def _check_totals(call: str, totals: list[list[float]], ranks: ProcessGroup | None) -> None:
     """Raise on every rank when the header of some rank has a bad count, a mean, or old gradients that are not 0.
 
     These numbers may be on a device. Reading them with the header avoids an additional wait.
@@ -358,7 +469,7 @@ def _check_totals(totals: list[list[float]], ranks: ProcessGroup | None) -> None
     if failed and ranks is None:
         raise failed[0][1]
     if failed:
-        raise failure([(rank, "DeferredMean.backward", type(error).__name__, str(error)) for rank, error in failed])
+        raise failure([(rank, call, type(error).__name__, str(error)) for rank, error in failed])
 
 
 class _SyncEntry(NamedTuple):

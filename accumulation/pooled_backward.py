@@ -132,6 +132,7 @@ def pooled_backward(
     """
 
     def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
+        window.wrappers.check_managed(others_reduce=group is not None)
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):

@@ -104,12 +104,13 @@ def open_window(
     sync: str,
     group: Group,
     multiplier: float | None = None,
+    by_hand: str = _BY_HAND,
     bring: Callable[[Window], Offer[T]],
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
     ``bring`` checks the arguments that only ``call`` has, and returns its part of the header. The other arguments are
-    those of :func:`accumulate`.
+    those of :func:`accumulate`, and the advice for a model without wrappers.
     """
     known = None
     with suppress(Exception):  # bring_all raises it again, so that the header reports it
@@ -124,8 +125,7 @@ def open_window(
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
             raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
         wrappers.check_sync(sync, count)
-        wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=_BY_HAND)
-        wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
+        wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=by_hand)
         offer = bring(window)
         facts = {"sync": sync, "wrapper": wrappers.kind, "SyncBatchNorm": wrappers.shares_statistics}
         totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]

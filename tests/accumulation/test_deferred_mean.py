@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, halves, make_batch, make_window, num_valid, one_process, sum_loss
 from meshes import init_device_mesh
-from on_ranks import on_ranks
+from on_ranks import common_error, on_ranks
 from subjects import Adapted, Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn import functional
@@ -189,6 +189,86 @@ def test_two_sums_that_fail_over_groups_that_overlap(rank: int) -> None:
     assert error_of(lambda: deferred.finish([dist.group.WORLD])) == ("none", "")
 
 
+def _fails(model: nn.Module, batch: Batch) -> Any:
+    raise KeyError("tokens")
+
+
+WINDOW_FAULTS: dict[str, tuple[Any, str, str]] = {  # what fn does in the second micro-batch of the last rank
+    "raises": (_fails, "RuntimeError", "KeyError: 'tokens'"),
+    "no pair": (lambda model, batch: sum_loss(model, batch), "TypeError", "1: expected a pair (loss_sum, n), got a"),
+    "mean": (
+        lambda model, batch: (model(batch["tokens"]).mean(), 2),
+        "ValueError",
+        '1: expected the sum over its terms, got a mean without n. Sum it up, as with reduction="sum", or',
+    ),
+    "vector": (lambda model, batch: (model(batch["tokens"]), 2), "ValueError", "batch 1: expected one element"),
+    "negative": (lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "n: expected a finite number >= 0"),
+    "text": (lambda model, batch: (sum_loss(model, batch), "2"), "TypeError", "n of micro-batch 1: expected a number"),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+@on_ranks()
+def test_a_mistake_in_a_window_discards_the_step_on_every_rank(rank: int, fault: str, kind: str) -> None:
+    """In the first and in the third window, after a backward of its own; the next step is exact."""
+    wrong, error_kind, text = WINDOW_FAULTS[fault]
+    if kind == "fsdp2" and fault in ("raises", "no pair"):
+        return  # without a backward, which the others wait for
+    model, window = wrap(Model(buffers=kind == "ddp"), kind), make_window("full", rank)
+    deferred, expected = DeferredMean(model, by_hand(model)), one_process(Model(), all_batches("full")).gradient
+
+    def right(batch: Batch) -> Any:
+        return sum_loss(model, batch), num_valid(batch)
+
+    def spoiled(batch: Batch) -> Any:
+        is_bad = batch is window[2] and rank == dist.get_world_size() - 1
+        return wrong(model, batch) if is_bad else right(batch)
+
+    for _ in range(2):
+        deferred.backward(*right(window[0]))
+        found, message = common_error(lambda: deferred.backward_window(window[1:], spoiled))
+        assert found == error_kind
+        assert message.startswith(f"DeferredMean.backward_window (end of the window) failed on rank {rank_of_last()}")
+        assert text in message
+        assert error_of(deferred.finish)[0] == "RuntimeError"  # nothing is left
+        for _ in range(2):
+            model.zero_grad()
+            totals = deferred.backward_window(window, right)
+            assert totals.num_terms == sum(map(num_valid, all_batches("full")))
+            assert deferred.finish(sync_groups(kind)) == totals.num_terms
+            assert error(gradient(model), expected) <= 1e-12
+        model.zero_grad()
+
+
+def rank_of_last() -> int:
+    return dist.get_world_size() - 1
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_a_window_that_is_refused_changes_nothing(rank: int, kind: str) -> None:
+    """A function on one rank alone, gradients of the last step, and under FSDP2 unequal numbers."""
+    model, window = wrap(Model(), kind), make_window("full", rank)
+    deferred = DeferredMean(model)
+
+    def run(batches: list[Batch], fn: Any = None) -> Any:
+        return deferred.backward_window(batches, fn or (lambda batch: (sum_loss(model, batch), num_valid(batch))))
+
+    run(window)
+    before = gradient(model)
+    texts = [common_error(lambda: run(window, 3.0 if rank else None))[1]]
+    if kind == "fsdp2":
+        texts.append(common_error(lambda: run(window[: 1 + rank]))[1])
+    assert torch.equal(gradient(model), before)
+    deferred.finish()
+    texts.append(common_error(lambda: run(window))[1])
+    assert "failed on rank 1: fn: expected a function of a micro-batch, got 3.0." in texts[0]
+    assert kind != "fsdp2" or "micro_batches: expected the same number on every rank, got 1 on rank 0, 2" in texts[1]
+    assert "model: expected no gradient before the first backward of a step, got gradients with" in texts[-1]
+    assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= 1e-12
+
+
 MISTAKES = [
     ("no_sync", ("ddp", "fsdp2"), "gradients that every backward reduces, got no_sync"),
     ("old gradients", ("ddp", "fsdp2"), "no gradient before the first backward of a step, got gradients with"),
@@ -313,6 +393,12 @@ def test_one_process() -> None:
     torch.testing.assert_close(deferred.mean_loss(), expected.detach(), rtol=1e-14, atol=0)
     for one, other in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_losses_by_name_are_refused() -> None:
+    deferred, batch = DeferredMean(model := Model()), make_batch(0, 0)
+    with pytest.raises(TypeError, match=r"got a dict.* Their counts are open until the end.*accumulate"):
+        deferred.backward({"ce": sum_loss(model, batch)}, {"ce": 3})
 
 
 def test_the_loss_of_half_precision_is_reported_in_float32() -> None:

@@ -21,9 +21,9 @@ MOST = 0.5  # max_norm, as a share of the norm
 # Where a wrapper communicates in the last backward alone, the ranks may have different numbers of micro-batches.
 FREE = {
     (verb, kind)
-    for verb in ("accumulate", "pooled_backward")
+    for verb in ("accumulate", "DeferredMean window", "pooled_backward")
     for kind in ("plain", "ddp", "replicate")
-    if (verb, kind) != ("pooled_backward", "replicate")
+    if (verb, kind) not in {("pooled_backward", "replicate"), ("DeferredMean window", "replicate")}
 }
 
 
@@ -99,6 +99,8 @@ COLLECTIVES = {
     (4, "accumulate shard", "hsdp"): (0, 8, 0),
     (2, "DeferredMean", "ddp"): (4, 3, 3),
     (2, "DeferredMean", "fsdp2"): (0, 6, 0),
+    (2, "DeferredMean window", "ddp"): (3, 1, 1),
+    (2, "DeferredMean window", "fsdp2"): (0, 2, 0),
     (2, "pooled_backward", "ddp"): (5, 1, 1),
     (2, "pooled_backward", "fsdp2"): (0, 2, 0),
     (4, "pooled_backward shard", "hsdp"): (0, 8, 0),

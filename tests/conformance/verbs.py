@@ -76,6 +76,21 @@ def deferred(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     return one.mean_loss()
 
 
+def deferred_window(model: nn.Module, batches: Sequence[Batch], *, num_single: int = 0) -> Tensor:
+    """``DeferredMean.backward_window``; the first ``num_single`` micro-batches take a ``backward`` each."""
+    one = deferred_of(model)
+
+    def sum_and_number(batch: Batch) -> tuple[Tensor, int]:
+        return sum_loss(model, batch), num_valid(batch)
+
+    for batch in batches[:num_single]:
+        one.backward(*sum_and_number(batch))
+    if len(batches) > num_single:
+        one.backward_window(batches[num_single:], sum_and_number)
+    one.finish([] if by_hand(model) is None else [by_hand(model)])
+    return one.mean_loss()
+
+
 def scores_of(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Return the logits of all predicted tokens of a micro-batch, a row each."""
     return model(batch["tokens"])[:, :-1].flatten(0, 1)
@@ -133,6 +148,8 @@ VERBS: dict[str, Verb] = {
     "accumulate each": partial(accumulated, sync="each"),
     "accumulate shard": partial(accumulated, sync="shard"),
     "DeferredMean": deferred,
+    "DeferredMean window": deferred_window,
+    "DeferredMean both": partial(deferred_window, num_single=1),
     "pooled_backward": pooled,
     "pooled_backward each": partial(pooled, sync="each"),
     "pooled_backward shard": partial(pooled, sync="shard"),
@@ -144,6 +161,8 @@ WRAPPERS_OF = {
     "accumulate": EVERYWHERE,
     "accumulate each": ("plain", "ddp", "fsdp2"),
     "DeferredMean": ("plain", "ddp", "fsdp2", "summed"),
+    "DeferredMean window": ("plain", "ddp", "fsdp2", "summed"),
+    "DeferredMean both": ("ddp", "fsdp2"),
     "pooled_backward": EVERYWHERE,
     "pooled_backward each": ("ddp", "fsdp2"),
     "maybe_no_sync": EVERYWHERE,
