@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from .accumulation import DeferredMean, accumulate, count_valid_tokens, pooled_backward, windows
+from .accumulation import DeferredMean, PipelineMean, accumulate, count_valid_tokens, pooled_backward, windows
 from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean
 from .errors import RankError
 from .gradients import (
@@ -55,6 +55,7 @@ __all__ = [
     "MemoryQueue",
     "NDCGLoss",
     "PAUCAtBudgetLoss",
+    "PipelineMean",
     "RankError",
     "RecallAtQuantileLoss",
     "RetrievalSmoothAPLoss",

@@ -2,8 +2,9 @@
 
 from .accumulate import Step, accumulate
 from .deferred_mean import DeferredMean
+from .pipeline_mean import PipelineMean
 from .pooled_backward import pooled_backward
 from .token_count import count_valid_tokens
 from .window import windows
 
-__all__ = ["DeferredMean", "Step", "accumulate", "count_valid_tokens", "pooled_backward", "windows"]
+__all__ = ["DeferredMean", "PipelineMean", "Step", "accumulate", "count_valid_tokens", "pooled_backward", "windows"]

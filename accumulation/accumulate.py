@@ -212,7 +212,8 @@ def _count(window: Window, count: Any, name: str) -> tuple[float, list[float] | 
 class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
-    _call, _items_name = "accumulate", "num_items"
+    _call = "accumulate"
+    _items_name = "num_items"
     _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
 
     def __init__(self, window: Window, terms: Terms, each: bool) -> None:
@@ -566,7 +567,7 @@ class Step:
                 number = items.to(total.device, total.dtype)
                 totals[""] = torch.where(number == 0, torch.zeros_like(total), total * number)
             else:
-                totals[""] = total * items if check_amount(f"num_items {where}", items) else _zero_loss(total)
+                totals[""] = total * items if check_amount(f"num_items {where}", items) else zero_loss(total)
             self._items.append(items)
         shares: list[Tensor] = []
         counted = [total for term, total in totals.items() if self._terms.numbers[term]]
@@ -574,7 +575,7 @@ class Step:
             weight = weights.get(term, 1.0)
             self._keep_loss(total.detach(), term, weight)
             factor = self._terms.factor(term)
-            shares.append(total * (weight * factor) if factor else _zero_loss(total, counted))
+            shares.append(total * (weight * factor) if factor else zero_loss(total, counted))
         return sum(shares[1:], shares[0])
 
     def _check_sum(self, name: str, loss: Tensor, term: str, *, is_mean_allowed: bool = False) -> None:
@@ -723,7 +724,7 @@ def _has_graph(loss: object) -> bool:
     return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
 
 
-def _zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
     """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
 
     The gradients of ``others``, which have nodes of that graph too, stay.

@@ -399,7 +399,9 @@ class DeferredMean:
 class _SumStep(Step):
     """Back-propagates sums as they are. Their counts travel with the closing header."""
 
-    _call, _items_name, _mean_fix = "DeferredMean.backward_window", "n", f"{SUM_UP}, or pass loss * n."
+    _call = "DeferredMean.backward_window"
+    _items_name = "n"
+    _mean_fix = f"{SUM_UP}, or pass loss * n."
 
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
         """Back-propagate the sum of a micro-batch, or store the error of ``fn`` for the closing header."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -454,3 +454,24 @@ def _active_reducer(module: DistributedDataParallel) -> Any:
     """Return the reducer that the forward of DDP uses; None if the compiler or a single hook reduces instead."""
     is_idle = getattr(module, "_use_python_reducer", False) or getattr(module, "_delay_all_reduce_all_params", False)
     return None if is_idle else module.reducer
+
+
+def stages_of_schedule(schedule: Any) -> list[Any]:
+    """Return the stages of a pipeline schedule on this rank; none for another object."""
+    return list(getattr(schedule, "_stages", None) or [stage for stage in [getattr(schedule, "_stage", None)] if stage])
+
+
+def num_micro_batches_of_schedule(schedule: Any) -> int:
+    """Return the number of micro-batches that a pipeline schedule cuts a batch into."""
+    return int(schedule._n_microbatches)
+
+
+@contextmanager
+def loss_of_schedule(schedule: Any, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Let a pipeline schedule use ``change(loss_fn)`` inside, and not divide gradients by the micro-batches."""
+    kept = schedule._loss_fn, schedule.scale_grads
+    schedule._loss_fn, schedule.scale_grads = change(kept[0]), False
+    try:
+        yield
+    finally:
+        schedule._loss_fn, schedule.scale_grads = kept

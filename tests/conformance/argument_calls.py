@@ -18,6 +18,7 @@ from batches import IGNORED, all_batches, make_window, num_valid, one_process, s
 from meshes import init_device_mesh
 from subjects import Model, gradient, reduced, wrap
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from verbs import mean_over_ranks, scores_of
 
@@ -174,6 +175,31 @@ def defers(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     expected = one_process(Model(), all_batches("full"))
     total = sum(map(num_valid, all_batches("full")))
     return [(gradient(model), expected.gradient), (one.mean_loss(), expected.loss), (count, total)]
+
+
+def all_labels() -> Tensor:
+    return torch.cat([batch["labels"] for batch in make_window("full", dist.get_rank())])
+
+
+def runs_schedule(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """A pipeline of one stage on each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "stages"))
+    stages_group = mesh["stages"].get_group()
+    stage = pipelining.PipelineStage(model := Model(), 0, 1, torch.device("cpu"), group=stages_group)
+    schedule = pipelining.ScheduleGPipe(stage, 3, loss_fn=partial(fullrank.causal_lm_loss, reduction="sum"))
+    batches, (group, takes_step) = make_window("full", dist.get_rank()), (dist.group.WORLD, "target" in given)
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
+    if takes_step:
+        mean = fullrank.PipelineMean(schedule, fullrank.count_valid_tokens, group)
+        call(mean, tokens)
+    else:
+        mean = call(schedule, fullrank.count_valid_tokens, **({} if "group" in given else {"group": group}))
+        mean.step(tokens, target=labels)
+    expected = one_process(Model(), all_batches("full"))
+    found = [(reduced(model) / given.get("multiplier", 1.0), expected.gradient), (mean.mean_loss(), expected.loss)]
+    if takes_step:
+        found.append((torch.stack(given["losses"]).sum(), sum(sum_loss(Model(), batch) for batch in batches).detach()))
+    return found
 
 
 def pools(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
@@ -448,6 +474,9 @@ CALLS: list[Call] = [
     Call("DeferredMean", {"group": WORLD}, defers),
     Call("DeferredMean", {"group": WORLD, "multiplier": 4.0}, defers),
     Call("DeferredMean.finish", {"sync_groups": Made(lambda: [dist.group.WORLD])}, defers),
+    Call("PipelineMean", {"group": WORLD}, runs_schedule),
+    Call("PipelineMean", {"group": WORLD, "multiplier": 4.0}, runs_schedule),
+    Call("PipelineMean.step", {"target": Made(all_labels), "losses": Made(list)}, runs_schedule),
     Call("pooled_backward", {"group": WORLD, "check_replay": False}, pools),
     Call("pooled_backward", {"sync": "each"}, pools),
     Call("pooled_backward", {"scaler": Made(lambda: torch.amp.GradScaler("cpu", init_scale=8.0))}, pools),

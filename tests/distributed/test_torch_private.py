@@ -432,6 +432,18 @@ def meshes() -> bool:
     return found == [2, 1, 0, 1, 2, 0, None, 2] and not hasattr(shards, "replicate_mesh_size")
 
 
+def schedules() -> bool:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    rank, device = dist.get_rank(), torch.device("cpu")
+    single = ScheduleGPipe(stage := PipelineStage(nn.Identity(), rank, 2, device), 3, loss_fn=leaf)
+    stages = [PipelineStage(nn.Identity(), number, 4, device) for number in (rank, 2 + rank)]
+    several = ScheduleInterleaved1F1B(stages, 4, loss_fn=leaf)
+    numbers = single._n_microbatches, several._n_microbatches
+    found = single._stage is stage and several._stages == stages and numbers == (3, 4)
+    return found and single._loss_fn is several._loss_fn is leaf and single.scale_grads and several.scale_grads
+
+
 WRAPPERS: Table = {
     "DDP.require_backward_grad_sync": (
         "switches the reduction off",
@@ -463,6 +475,7 @@ WRAPPERS: Table = {
     "DDP._delay_all_reduce_all_params": ("knows that the forward prepares nothing", one_hook),
     "DDP._lazy_init_ran": ("knows the first forward", lambda: steps("_lazy_init_ran") == [False, True, True]),
     "DDP._active_ddp_module": ("knows a forward that is running", active_module),
+    "Schedule._stage _stages _loss_fn _n_microbatches scale_grads": ("scales the loss of a pipeline", schedules),
     "torch.distributed._composable.replicate": ("refuses a hidden DDP", replicates),
     "torch.distributed._composable_state._module_state_mapping _get_fsdp_state": ("finds FSDP2", managed_modules),
     "FSDPState._fsdp_param_groups _fsdp_param_group fsdp_params sharded_param": ("finds parameters", sharded_form),

@@ -1,0 +1,273 @@
+"""One optimizer step under a pipeline schedule of torch, for a loss that is a sum divided by a count.
+
+The schedule owns the loop, and only the last stage computes the loss. So the ranks agree twice, each time over the
+stages of a pipeline first and then over the pipelines, which pass on what their stages know::
+
+    opening     count of the targets, what must be equal                              every stage knows N
+    step        forwards and backwards as the schedule orders them; the loss function multiplies sums by m / N
+    closing     sum of losses, and any error of the loss function since the opening   every stage knows the mean
+
+An error of the loss function must not end the step, because the other stages wait for the gradient of its rank. It is
+stored, the rank sends zeros, and all ranks raise it in the closing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.group import Group, resolve_group
+from ..distributed.header import Offer, agree_on, public_class, reason_of
+from ..distributed.torch_private import (
+    is_mean,
+    is_over_ranks,
+    loss_of_schedule,
+    not_compiled,
+    num_micro_batches_of_schedule,
+    stages_of_schedule,
+)
+from ..errors import Words, check_amount, check_positive, expected
+from ..gradients.all_reduce_grads import note_count
+from ..gradients.when_reduced import discard_gradients_
+from ..gradients.wrappers import find_ranks, find_sync
+from .accumulate import SUM_UP, Count, check_summed_loss, gathered_loss_message, zero_loss
+from .token_count import as_numbers, check_scalar, token_rule
+
+T = TypeVar("T")
+
+_NO_DATA_GROUP = (
+    "Pass group, the ranks with other rows for the same stage; add up the gradients with all_reduce_grads_. Pass "
+    "multiplier=1.0 if there are none, as with tensor parallelism alone."
+)
+
+
+class PipelineMean:
+    r"""Runs a schedule of ``torch.distributed.pipelining`` with a summed loss, divided by its count.
+
+    .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r n_r}
+
+    over the pipelines r and their micro-batches g: the value that one process computes from the whole batch, with the
+    gradient of that value in every stage. ::
+
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_sum)
+        mean = PipelineMean(schedule, count_valid_tokens)
+        for tokens, labels in loader:
+            optimizer.zero_grad()
+            mean.step(*[tokens] if is_first else [], target=labels if is_last else None)
+            optimizer.step()
+            log(mean.mean_loss())
+
+    Args:
+        schedule: any schedule with a ``loss_fn`` that returns the *sum* of the losses of a micro-batch, such as with
+            ``reduction="sum"``. Its ``scale_grads`` has no effect here. It may have several stages on this rank. Stages
+            are plain modules, or with FSDP2 or HSDP.
+        count: the number of terms that the losses sum: a function of ``target``; :func:`count_valid_tokens`, with
+            keywords bound by ``functools.partial``, for a target of labels; or one number over all ranks.
+        group: the ranks that hold other rows for the same stage. None is the ranks over which the wrapper of this
+            rank's stages reduces gradients. If no wrapper does, and there are more ranks than stages, it is required.
+        multiplier: the number that gradients are divided by after the loss; None to read it from the stages.
+
+    Raises:
+        TypeError: when ``schedule`` is not a schedule.
+        ValueError: for stages with DDP; for stages of this rank that reduce in several ways; for stages without a
+            wrapper if ``group`` is needed; see also :func:`accumulate`. The constructor communicates nothing, so only
+            this rank raises.
+
+    Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
+    Distributed:
+        Two headers over the stages and two over ``group``, in addition to what the schedule exchanges.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        count: Count,
+        group: Group = None,
+        *,
+        multiplier: float | None = None,
+    ) -> None:
+        stages = stages_of_schedule(schedule)
+        if not stages:
+            raise TypeError(expected("schedule", "a schedule of torch.distributed.pipelining", schedule))
+        self._schedule, self._stages, self._count = schedule, stages, count
+        self._given_multiplier = multiplier
+        self._parts: list[nn.Module] = [stage.submod for stage in stages]
+        reduced = [part for part in self._parts if any(parameter.requires_grad for parameter in part.parameters())]
+        self._wrappers = [find_sync(part) for part in reduced or self._parts]
+        pipeline = resolve_group(stages[0].group)
+        self._pipeline = pipeline if pipeline.size() > 1 else None
+        first = self._wrappers[0]
+        if any(each.ddp for each in self._wrappers):
+            fix = (
+                "A schedule prepares DDP's reduction by private calls, which fail in interleaved ones: use fully_shard."
+            )
+            raise ValueError(expected("schedule", "stages without DDP", Words(first.kind), fix))
+        if any((each.kind, each.divisor) != (first.kind, first.divisor) for each in self._wrappers):
+            got = Words(", ".join(sorted({each.kind for each in self._wrappers})))
+            raise ValueError(expected("schedule", "stages on this rank that reduce gradients in one way", got))
+        for wrappers in self._wrappers:
+            wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
+            wrappers.check_group(group)
+        is_alone = group is None and first.unwrapped is not None
+        if is_alone and multiplier is None and pipeline.size() < torch.distributed.get_world_size():
+            got = Words(f"none, on {torch.distributed.get_world_size()} ranks for a pipeline of {pipeline.size()}")
+            raise ValueError(expected("group", "the ranks that add up the gradients of a stage", got, _NO_DATA_GROUP))
+        self._ranks = None if is_alone else find_ranks(first, group)
+        self._mean_loss: Tensor | None = None
+
+    @not_compiled
+    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Run ``schedule.step`` once, and leave the gradient of the mean loss in the stages.
+
+        Args:
+            *args: the arguments of ``schedule.step``, and ``**kwargs`` its keywords.
+            target: the targets of the whole batch of this pipeline, on the rank with the last stage; others may pass
+                None.
+            losses: a list to fill with the summed loss of each micro-batch, on the rank with the last stage.
+
+        Returns:
+            What ``schedule.step`` returns.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on every rank. Before the first forward, with the gradients as they
+                were: for a missing target, a bad count, and what differs between ranks, such as the multiplier. After
+                the last backward, with the gradients of the stages discarded: for a loss that is a mean, that gathers,
+                or has no graph, and for an error of ``loss_fn``.
+        """
+        number, multiplier = self._open(target)
+        factor = multiplier / number if number else 0.0
+        errors: list[Exception] = []
+        scaled: list[Tensor] = []
+        sums: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the scaled loss, which is kept alive
+
+        def scale(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
+            def scaled_loss(output: Any, *rest: Any, **options: Any) -> Tensor:
+                try:
+                    loss = loss_fn(output, *rest, **options)
+                    self._check_loss(loss, number)
+                except Exception as error:
+                    errors.append(error)
+                    tensors = output if isinstance(output, (tuple, list)) else [output]
+                    zeros = [zero_loss(one.sum()) for one in tensors if isinstance(one, Tensor) and one.requires_grad]
+                    return sum(zeros[1:], zeros[0])
+                total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+                total = total.reshape(())
+                share = total * factor if factor else zero_loss(total)
+                sums[id(share)] = share, total.detach()
+                return share
+
+            return scaled_loss
+
+        with loss_of_schedule(self._schedule, scale):
+            outputs = self._schedule.step(*args, target=target, losses=scaled, **kwargs)
+        # The schedule has also called the loss once to learn its shape, which is no loss of a micro-batch.
+        found = [sums[id(share)][1] for share in scaled if id(share) in sums]
+        if losses is not None:
+            losses[:] = found
+        self._close(found, number, errors)
+        return outputs
+
+    def mean_loss(self) -> Tensor:
+        """Return the loss of the last step: a detached scalar on the device of the stage, equal on every rank.
+
+        It has the dtype of the losses, float32 for half precision. No communication.
+
+        Raises:
+            RuntimeError: before the first :meth:`step`.
+        """
+        if self._mean_loss is None:
+            raise RuntimeError(expected("mean_loss", "a step that has ended", Words("none"), "Call step(...) first."))
+        return self._mean_loss.clone()
+
+    def _open(self, target: Any) -> tuple[float, float]:
+        """Exchange the opening headers; return the number of terms over all ranks, and the multiplier."""
+
+        def bring() -> Offer[float]:
+            multiplier = self._given_multiplier
+            if multiplier is None:
+                multiplier = self._wrappers[0].multiplier
+            facts: dict[str, object] = {"multiplier": check_positive("multiplier", multiplier)}
+            facts["micro-batches"] = num_micro_batches_of_schedule(self._schedule)
+            if not torch.is_grad_enabled():
+                raise RuntimeError(expected("step", "gradients to be enabled", Words("torch.no_grad")))
+            number, facts["count"] = self._count_terms(target)
+            return Offer(multiplier, facts, totals=(number,))
+
+        multiplier, totals = self._agree("PipelineMean.step", bring)
+        numbers = [number for number, *_ in totals]
+        return (math.fsum(numbers) if callable(self._count) else numbers[0]), multiplier
+
+    def _count_terms(self, target: Any) -> tuple[float, object]:
+        """Return this rank's number of terms, or that of all ranks if it was given, and what must be equal."""
+        rule, has_loss = token_rule(self._count), any(stage.is_last for stage in self._stages)
+        if not callable(self._count):
+            number = float(check_amount("count", as_numbers([check_scalar("count", self._count)])[0]))
+            return (number if has_loss else 0.0), Words(f"{number:.17g} over all ranks")
+        if has_loss and target is None:
+            fix = "Pass the targets on the rank with the last stage."
+            raise ValueError(expected("target", "targets to count", target, fix))
+        kind = rule or Words("a function")
+        if not has_loss:
+            return 0.0, kind
+        if rule is not None and not isinstance(target, Mapping):
+            target = {rule.keys[0]: target}
+        counted = self._count(target) if rule is None else rule.num_valid(target)
+        return check_amount("count", as_numbers([check_scalar("count", counted)])[0]), kind
+
+    def _check_loss(self, loss: Any, number: float) -> None:
+        """Raise for a loss that cannot be back-propagated, or would not be exact."""
+        check_summed_loss("loss", loss)
+        num_losses = num_micro_batches_of_schedule(self._schedule) * (1 if self._ranks is None else self._ranks.size())
+        if number != num_losses and is_over_ranks(loss):
+            raise ValueError(gathered_loss_message("loss"))
+        if number != num_losses and is_mean(loss):
+            raise ValueError(expected("loss", "the sum over its terms", Words("a mean"), f"{SUM_UP}."))
+
+    def _close(self, losses: list[Tensor], number: float, errors: list[Exception]) -> None:
+        """Exchange the closing headers and keep the mean loss; on every rank, or raise after discarding gradients."""
+
+        def bring() -> Offer[None]:
+            if errors:
+                raise errors[0]
+            is_double = any(loss.dtype == torch.float64 for loss in losses)
+            return Offer(None, totals=(math.fsum(as_numbers(losses)), float(is_double)))
+
+        try:
+            _, totals = self._agree("PipelineMean.step (end of the step)", bring)
+        except Exception:
+            for part in self._parts:
+                discard_gradients_(part)
+            raise
+        loss, is_double = (math.fsum(column) for column in list(zip(*totals))[:2])
+        dtype, device = torch.float64 if is_double else torch.float32, self._stages[0].device
+        self._mean_loss = torch.full((), loss / number if number else 0.0, dtype=dtype, device=device)
+        for part in self._parts:
+            note_count(part, number)
+
+    def _agree(self, call: str, bring: Callable[[], Offer[T]]) -> tuple[T, list[list[float]]]:
+        """Agree over the stages, then over the pipelines; return the value and the totals of each pipeline.
+
+        The second header follows also after an error, because the same stage of other pipelines waits for it.
+        """
+
+        def bring_with_facts() -> Offer[Any]:
+            offer: Offer[Any] = bring()
+            offer.value = offer.value, offer.facts
+            return offer
+
+        def bring_pipeline() -> Offer[Any]:
+            try:
+                value, facts = (agreed := agree_on(call, self._pipeline, bring_with_facts)).value
+            except Exception as error:
+                if self._ranks is None:
+                    raise
+                # A copy: with an error that an agreement has raised, this rank would skip the header.
+                raise public_class(error)(reason_of(error)) from None
+            return Offer(value, facts, totals=[math.fsum(column) for column in zip(*agreed.totals)])
+
+        agreed = agree_on(f"{call}, over the pipelines", self._ranks, bring_pipeline)
+        return agreed.value, agreed.totals
