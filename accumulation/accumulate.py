@@ -40,14 +40,15 @@ from torch.autograd.graph import Node
 
 from ..distributed.gather import gather_after
 from ..distributed.group import Group, group_ranks, header_device, is_initialized
-from ..distributed.header import NUM_TOTALS, Offer, agree_on, digest
+from ..distributed.header import NUM_TOTALS, DeviceCheck, Offer, agree_on, combined, digest
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import RankValueError, Words, check_amount, check_number, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
+from ..kernels.documents import note_token_range
 from .inner_backward import Gradients, gradients_to_watch
-from .token_count import as_numbers, check_scalar, counts_of, token_rule
+from .token_count import TokenRule, as_numbers, check_amounts, check_scalar, counts_of, sums_of, token_rule
 from .window import Window, open_window
 
 B = TypeVar("B")
@@ -136,22 +137,32 @@ def accumulate(
         tensor([[3.]])
     """
 
-    def bring(window: Window) -> Offer[Terms]:
+    def bring(window: Window) -> Offer[tuple[Terms, list[TokenRule]]]:
         window.wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
         window.wrappers.check_group(group)
         factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-        terms = Terms({}, {}, factor)
+        terms, rules, checks = Terms({}, {}, factor), [], []
         if not isinstance(each, bool):
             raise TypeError(expected("each", "True or False", each))
         facts: dict[str, object] = {"multiplier": factor, "each": each}
         for name, one in _named_counts(count):
-            terms.numbers[name], terms.counts[name], facts[_label("count", name)] = _count(window, one, name)
+            label = _label("count", name)
+            terms.numbers[name], terms.counts[name], facts[label] = _count(window, one, label)
             if each and terms.counts[name] is None:
                 fix = "The number over all ranks does not say how many terms a micro-batch has."
-                raise ValueError(expected(_label("count", name), "a function with each=True", one, fix))
-        return Offer(terms, facts, totals=[*terms.numbers.values()])
+                raise ValueError(expected(label, "a function with each=True", one, fix))
+            if (rule := token_rule(one)) is not None:
+                rules.append(rule)
+            elif (counts := terms.counts[name]) is not None:
+                names = [f"{label} of micro-batch {index}" for index in range(len(counts))]
+                checks.append(check_amounts(names, counts, window.ranks))
+        lists = [terms.counts[name] or [number] for name, number in terms.numbers.items()]
+        ends = [] if _are_on_host(*lists) else _ends(window, rules)
+        check = combined([each for each in checks if each is not None])
+        totals = sums_of([*lists, *([end] for end in ends)], window.ranks)
+        return Offer((terms, rules if ends else []), facts, totals=totals, check=check)
 
-    window, terms, totals = open_window(
+    window, (terms, rules), totals = open_window(
         "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
     )
     if sync == "each":
@@ -159,6 +170,10 @@ def accumulate(
     for place, name in enumerate(terms.numbers):
         if terms.counts[name] is not None:
             terms.numbers[name] = math.fsum(row[place] for row in totals)
+    for rule in rules:
+        low, high = totals[0 if window.ranks is None else window.ranks.rank()][len(terms.numbers) :][:2]
+        for micro_batch in window.micro_batches:
+            note_token_range(rule.labels(micro_batch)[0], rule.ignore_index, int(low), int(high))
     return Step(window, terms, each)._iterate()
 
 
@@ -166,7 +181,7 @@ class Terms(NamedTuple):
     """The counts and the multiplier of a window, by the names of the losses; a loss without a name has the name ""."""
 
     numbers: dict[str, float]  # N, over all ranks and micro-batches
-    counts: dict[str, list[float] | None]  # of this rank's micro-batches; None when the caller passed N
+    counts: dict[str, list[Tensor | float] | None]  # of this rank's micro-batches; None when the caller passed N
     multiplier: float  # m
 
     def factor(self, name: str) -> float:
@@ -193,14 +208,29 @@ def _label(what: str, name: str) -> str:
     return f"{what} of {name!r}" if name else what
 
 
-def _count(window: Window, count: Any, name: str) -> tuple[float, list[float] | None, object]:
-    """Return the number of terms, that of each micro-batch, and what must be equal on all ranks."""
-    label, rule = _label("count", name), token_rule(count)
+def _are_on_host(*lists: Sequence[Tensor | float]) -> bool:
+    return all(not isinstance(value, Tensor) or value.is_cpu for values in lists for value in values)
+
+
+def _ends(window: Window, rules: Sequence[TokenRule]) -> list[Tensor]:
+    """Return the least and the largest label of the window, with which the loss need not check them again."""
+    ranges = [found for rule in rules if (found := rule.token_range(window.micro_batches)) is not None]
+    if not ranges:
+        return []
+    if len(ranges) == 1:
+        return [*ranges[0]]
+    lows, highs = zip(*ranges)
+    return [torch.stack(lows).amin(), torch.stack(highs).amax()]
+
+
+def _count(window: Window, count: Any, label: str) -> tuple[float, list[Tensor | float] | None, object]:
+    """Return the number of terms if it was given, or that of each micro-batch; and what must be equal on all ranks."""
+    rule = token_rule(count)
     count_terms = count if rule is None else rule.num_valid
     if callable(count_terms):
         counts = counts_of(window.micro_batches, count_terms, label)
         # The ranks cannot compare functions: each rank has an object of its own.
-        return math.fsum(counts), counts, rule or Words("a function")
+        return 0.0, counts, rule or Words("a function")
     if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
         number = float(check_amount(label, as_numbers([check_scalar(label, count)])[0]))
         # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
@@ -221,7 +251,7 @@ class Step:
         # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
         self._each: Tensor | None = None
         if each:
-            counts = torch.tensor([*terms.counts.values()], dtype=torch.float64).T
+            counts = torch.tensor([as_numbers(each) for each in terms.counts.values() if each], dtype=torch.float64).T
             self._each = torch.stack([torch.zeros_like(counts), counts], dim=1)
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
@@ -608,7 +638,7 @@ class Step:
         """Whether this micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""
         counts, window = self._terms.counts[term], self._window
         whole = self._terms.numbers[term] == sum(window.num_micro_batches)
-        return whole if counts is None else counts[self._index] == 1
+        return whole if counts is None else bool(counts[self._index] == 1)
 
     def _store_or_raise(self, error: Exception, *, runs_backward: bool) -> None:
         """Store ``error`` for the closing header; raise it if none follows, or if the others wait for a backward."""
@@ -630,33 +660,32 @@ class Step:
         def bring() -> Offer[None]:
             if self._error is not None:
                 raise self._error
-            if self._num_added is not None and (number := as_numbers([self._num_added])[0]):
-                what = "gradients that have not changed since the loop began"
-                got = Words(f"{number:.0f} changed elements before step.backward(loss)")
-                fix = (
-                    "The loss has probably called backward itself, and that part would not be divided by the count: "
-                    "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
-                    "step.backward. What must stay undivided, such as a penalty, calls backward only after "
-                    "step.backward(loss)."
-                )
-                raise RuntimeError(expected("loss of micro-batch 0", what, got, fix))
-            items = [check_amount(self._items_name, number) for number in as_numbers(self._items)]
+            checks = [check_amounts([self._items_name] * len(self._items), self._items, window.ranks)]
+            if self._num_added is not None:
+                checks.append(DeviceCheck(self._num_added > 0, self._added_error))
             forwards = window.wrappers.same_forwards
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
-            sums = dict.fromkeys(terms.numbers, 0.0)
-            for (index, name, _), value in zip(self._losses, as_numbers([value for *_, value in self._losses])):
-                sums[name] += value
-                if self._each is not None:
-                    self._each[index, 0, [*sums].index(name)] += value
+            values = {name: [value for _, term, value in self._losses if term == name] for name in terms.numbers}
+            if self._each is not None:
+                numbers = as_numbers([value for *_, value in self._losses])
+                for (index, name, _), value in zip(self._losses, numbers):
+                    self._each[index, 0, [*values].index(name)] += value
             # A rank that comes early does not know its weights.
             state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
-            totals = math.fsum(items), len(items), state, *sums.values()
+            items, *sums = sums_of([self._items, *values.values()], window.ranks)
             rows = self._each
             if rows is not None and window.ranks is not None:
                 rows = rows.to(header_device(window.ranks))
             tensors = None if rows is None else (rows,)
-            return Offer(None, {"forwards of DDP": forwards}, totals=totals, tensors=tensors, names=("losses",))
+            return Offer(
+                None,
+                {"forwards of DDP": forwards},
+                totals=(items, len(self._items), state, *sums),
+                check=combined([each for each in checks if each is not None]),
+                tensors=tensors,
+                names=("losses",),
+            )
 
         try:
             call = f"{self._call} (end of the window)"
@@ -691,6 +720,19 @@ class Step:
             self._abandon()
             raise
         self._is_agreed, self._is_closed = True, is_final
+
+    def _added_error(self) -> Exception:
+        """Return the error for a loss that has back-propagated itself; waits for the device."""
+        what = "gradients that have not changed since the loop began"
+        assert self._num_added is not None
+        got = Words(f"{int(self._num_added)} changed elements before step.backward(loss)")
+        fix = (
+            "The loss has probably called backward itself, and that part would not be divided by the count: "
+            "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
+            "step.backward. What must stay undivided, such as a penalty, calls backward only after "
+            "step.backward(loss)."
+        )
+        return RuntimeError(expected("loss of micro-batch 0", what, got, fix))
 
     def _abandon(self) -> None:
         """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..distributed.torch_private import fsdp_groups, version_of
+from ..distributed.torch_private import fsdp_groups
 from ..gradients.all_reduce_grads import distinct_entries
 from ..gradients.parameters import local_values
+from ..kernels.torch_private import version_of
 
 _NUM_WINDOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group, is_initialized, resolve_group
-from ..distributed.header import Offer, agree_on, public_class, reason_of
+from ..distributed.group import Group, header_device, is_initialized, resolve_group
+from ..distributed.header import DeviceCheck, Offer, agree_on, public_class, reason_of
 from ..errors import Words, check_amount, check_int, expected, is_from_a_check, warn
 from ..kernels.documents import SHIFTED_DOCUMENTS, check_tokens, same_document
 from .window import list_micro_batches
 
 B = TypeVar("B")
 
+_HOST = torch.device("cpu")
 # Keys whose name says that their labels are shifted already. "targets" and "labels" may be either.
 _SHIFTED_KEYS = frozenset({"target_tokens", "shift_labels", "shifted_labels"})
 
@@ -70,10 +73,11 @@ def count_valid_tokens(
     ranks = resolve_group(group) if group is not None or is_initialized() else None
 
     def bring() -> Offer[None]:
-        number = math.fsum(counts_of(list_micro_batches(micro_batches), rule.check().num_valid))
-        return Offer(None, {"rule": rule}, totals=(number,))
+        counts = counts_of(list_micro_batches(micro_batches), rule.check().num_valid)
+        return Offer(None, {"rule": rule}, totals=sums_of([counts], several))
 
-    agreed = agree_on("count_valid_tokens", ranks if ranks is not None and ranks.size() > 1 else None, bring)
+    several = ranks if ranks is not None and ranks.size() > 1 else None
+    agreed = agree_on("count_valid_tokens", several, bring)
     return int(math.fsum(number for number, *_ in agreed.totals))
 
 
@@ -110,8 +114,8 @@ class TokenRule(NamedTuple):
         check_int("ignore_index", self.ignore_index)
         return self
 
-    def num_valid(self, micro_batch: Any) -> Tensor:
-        """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
+    def labels(self, micro_batch: Any) -> tuple[Tensor, bool]:
+        """Return the labels of one micro-batch, and whether they are shifted when they are counted."""
         present = ((key, shift) for key, shift in zip(self.keys, self.shifts) if _entry(micro_batch, key) is not None)
         first = next(present, None)
         if first is None:
@@ -123,6 +127,16 @@ class TokenRule(NamedTuple):
         labels = check_tokens("labels", _entry(micro_batch, key))
         if shift and labels.ndim == 0:
             raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
+        return labels, shift
+
+    def token_range(self, micro_batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+        """Return the least and the largest label that is not ignored, or 0, on their device; None for no labels."""
+        labels = torch.cat([self.labels(micro_batch)[0].flatten() for micro_batch in micro_batches])
+        return torch.where(labels == self.ignore_index, 0, labels).aminmax() if len(labels) else None
+
+    def num_valid(self, micro_batch: Any) -> Tensor:
+        """Return the number of valid tokens in one micro-batch, an int64 scalar on the labels' device."""
+        labels, shift = self.labels(micro_batch)
         valid = (labels[..., 1:] if shift else labels) != self.ignore_index
         if self.document_ids_key is not None:
             ids = _entry(micro_batch, self.document_ids_key)
@@ -167,9 +181,11 @@ def token_rule(count: object) -> TokenRule | None:
     return TokenRule(**count.keywords).check()
 
 
-def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float], what: str = "count") -> list[float]:
-    """Return ``count(micro_batch)`` of each on this rank; an error names the micro-batch."""
-    counts: list[Any] = []
+def counts_of(
+    micro_batches: Sequence[B], count: Callable[[B], Tensor | float], what: str = "count"
+) -> list[Tensor | float]:
+    """Return ``count(micro_batch)`` of each on this rank, not yet read; an error names the micro-batch."""
+    counts: list[Tensor | float] = []
     for index, micro_batch in enumerate(micro_batches):
         try:
             counted = count(micro_batch)
@@ -186,7 +202,57 @@ def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float], 
             text = f"{type(error).__name__}: " + reason_of(error).removeprefix(f"{type(error).__name__}: ")
             raise kind(expected(name, "a number", Words(text + place))) from None
         counts.append(check_scalar(f"{what} of micro-batch {index}", counted))
-    return [check_amount(f"{what} of micro-batch {i}", number) for i, number in enumerate(as_numbers(counts))]
+    return counts
+
+
+def check_amounts(
+    names: Sequence[str], values: Sequence[Tensor | float], ranks: ProcessGroup | None
+) -> DeviceCheck | None:
+    """Check that all ``values`` are finite and >= 0: now, or with the header of ``ranks`` if they travel with it."""
+
+    def check() -> None:
+        for name, number in zip(names, as_numbers(values)):
+            check_amount(name, number)
+
+    def error() -> Exception:
+        try:
+            check()
+        except Exception as found:
+            return found
+        raise AssertionError(names)
+
+    if not _travel(values, ranks):
+        check()
+        return None
+    tensors = _stacked([value for value in values if isinstance(value, Tensor)])
+    return DeviceCheck(~((tensors >= 0) & tensors.isfinite()).all(), error)
+
+
+def sums_of(lists: Sequence[Sequence[Tensor | float]], ranks: ProcessGroup | None) -> list[Tensor | float]:
+    """Return the sum of each list, exactly. Sums that the header of ``ranks`` can take from the device stay there."""
+    if not _travel([value for values in lists for value in values], ranks):
+        numbers = iter(as_numbers([value for values in lists for value in values]))
+        return [math.fsum(islice(numbers, len(values))) for values in lists]
+    sums: list[Tensor | float] = []
+    for values in lists:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        rest = math.fsum(value for value in values if not isinstance(value, Tensor))
+        total = _stacked(tensors).sum(dtype=torch.float64) if tensors else 0.0
+        sums.append(total + rest if rest else total)
+    return sums
+
+
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+    """Return (n,), in float64 unless all have one dtype."""
+    is_one = len({scalar.dtype for scalar in scalars}) == 1
+    return torch.stack([*scalars] if is_one else [scalar.to(torch.float64) for scalar in scalars])
+
+
+def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup | None) -> bool:
+    """Whether tensors among ``values`` are where the header of ``ranks`` travels, if that is an accelerator."""
+    device = None if ranks is None else header_device(ranks)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return bool(tensors) and device is not None and all(value.device == device != _HOST for value in tensors)
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:

@@ -129,7 +129,7 @@ def open_window(
         offer = bring(window)
         facts = {"sync": sync, "wrapper": wrappers.kind, "SyncBatchNorm": wrappers.shares_statistics}
         totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]
-        return Offer((window, offer.value), {**facts, **offer.facts}, count, totals)
+        return Offer((window, offer.value), {**facts, **offer.facts}, count, totals, check=offer.check)
 
     agreed = agree_on(call, ranks, bring_all)
     (window, value), totals = agreed.value, agreed.totals

@@ -18,12 +18,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from report import print_table
 from torch import Tensor, nn
 
+import fullrank
 from fullrank import losses
 from fullrank.large import ShardedLoss
 
@@ -71,6 +72,60 @@ OVER_RANKS = {
 }
 
 
+VOCABULARY = 31
+
+
+class Window(NamedTuple):
+    """What an optimizer step of a small language model calls; ``rows`` are micro-batches."""
+
+    run: Callable[[nn.Module, list[dict[str, Tensor]]], object]
+    rows: int
+    classes: int = VOCABULARY
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sum over the tokens of a micro-batch."""
+    return fullrank.causal_lm_loss(model(batch["labels"]), batch["labels"], reduction="sum")
+
+
+def accumulated(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    """Accumulate over ``batches``."""
+    for step, batch in fullrank.accumulate(model, batches, fullrank.count_valid_tokens, group=_world()):
+        step.backward(token_loss(model, batch))
+
+
+def deferred(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    """Make a step of a server with a call for all of ``batches``."""
+    one = fullrank.DeferredMean(model, _world())
+    one.backward_window(batches, lambda batch: (token_loss(model, batch), (batch["labels"] != -100).sum()))
+    one.finish([_world()])
+
+
+def pooled(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    """Rank the first logit of all tokens by whether the token is the first word."""
+    fullrank.pooled_backward(
+        model,
+        batches,
+        forward=lambda batch: model(batch["labels"])[..., 0].flatten(),
+        loss=lambda scores, all_batches: fullrank.SmoothAPLoss(1, temperature=0.1)(
+            scores, torch.cat([(batch["labels"] == 0).long().flatten() for batch in all_batches])
+        ),
+        group=_world(),
+    )
+
+
+def _world() -> Any:
+    return torch.distributed.group.WORLD
+
+
+WINDOWS = {
+    "accumulate": Window(accumulated, 1),
+    "accumulate of more": Window(accumulated, 8),
+    "DeferredMean": Window(deferred, 8),
+    "pooled_backward": Window(pooled, 8),
+}
+
+
 def make_rows(step: Step, rank: int = 0) -> tuple[Tensor, Tensor]:
     """Return scores that require grad, and targets, 5 % positive; each rank has 7 rows more than the one before.
 
@@ -86,13 +141,28 @@ def make_rows(step: Step, rank: int = 0) -> tuple[Tensor, Tensor]:
     return logits.to(DEVICE).requires_grad_(), targets.to(DEVICE)
 
 
-def counts_of(step: Step, rank: int = 0) -> Counts:
+def counts_of(step: Step | Window, rank: int = 0) -> Counts:
     """Return what the third step costs."""
+    if isinstance(step, Window):
+        return counts_of_window(step, rank)
     loss, (logits, targets) = step.loss().to(DEVICE), make_rows(step, rank)
     for _ in range(3):
         logits.grad = None
         with count() as counts:
             loss(logits, targets).backward()
+    return counts
+
+
+def counts_of_window(step: Window, rank: int) -> Counts:
+    """Return what the third window costs; the second is the last that is searched for a loss that calls backward."""
+    generator = torch.Generator().manual_seed(rank)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(DEVICE)
+    for _ in range(3):
+        model.zero_grad()
+        labels = [torch.randint(0, VOCABULARY, (2 + rank, 6), generator=generator) for _ in range(step.rows)]
+        batches = [{"labels": each.to(DEVICE)} for each in labels]
+        with count() as counts:
+            step.run(model, batches)
     return counts
 
 
@@ -105,10 +175,12 @@ def main() -> None:
     """Count the steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="leave out what takes seconds")
-    parser.add_argument("--lines", choices=STEPS | OVER_RANKS, help="print the lines that cost most in this step")
+    parser.add_argument(
+        "--lines", choices=[*STEPS, *OVER_RANKS, *WINDOWS], help="print the lines that cost most in this step"
+    )
     arguments = parser.parse_args()
     rank, is_alone = int(os.environ.get("RANK", 0)), "WORLD_SIZE" not in os.environ
-    steps = STEPS if is_alone else OVER_RANKS
+    steps = STEPS if is_alone else OVER_RANKS | WINDOWS
     if not is_alone:
         init_process_group()
     if arguments.lines:

@@ -94,11 +94,6 @@ def has_tangent(*values: object) -> bool:
     return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with each in-place change of ``tensor``; -1 if torch does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     """Return the one group over all dimensions of ``mesh``; torch creates it at the first call and keeps it."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()

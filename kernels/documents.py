@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import Words, expected
+from .torch_private import version_of
 
 SHIFTED_DOCUMENTS = (
     "Labels that were shifted before must have the ignored value where a document ends: set it there, and pass no "
@@ -24,6 +26,21 @@ def check_tokens(name: str, value: Any) -> Tensor:
         fix = "Pass class indices, and ignore_index where a token does not count." if name == "labels" else ""
         raise TypeError(expected(name, "integers", value, fix))
     return value
+
+
+# Labels on an accelerator whose range the host has read, with what it was read of.
+_RANGES = WeakTensorKeyDictionary()
+
+
+def note_token_range(labels: Tensor, ignore_index: int, low: int, high: int) -> None:
+    """Note that ``labels``, while they are not changed, lie in [low, high] or are ``ignore_index``."""
+    _RANGES[labels] = version_of(labels), ignore_index, low, high
+
+
+def is_within(labels: Tensor, ignore_index: int, size: int) -> bool:
+    """Return whether ``labels`` are known to lie in [0, size) or to be ``ignore_index``; the host does not wait."""
+    version, ignored, low, high = _RANGES.get(labels) or (-1, 0, 0, 0)
+    return version == version_of(labels) >= 0 and ignored == ignore_index and 0 <= low <= high < size
 
 
 def same_document(name: str, document_ids: Any, labels: Tensor) -> Tensor:

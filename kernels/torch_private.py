@@ -56,3 +56,8 @@ def may_overwrite(saved: Tensor, grad: Tensor) -> bool:
     """
     is_plain = type(saved) is Tensor and not (torch.compiler.is_compiling() or func_transforms_are_active())
     return is_plain and not _graph_is_kept() and not _is_batched_gradient(grad)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with each in-place change of ``tensor``; -1 if torch does not count them."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...distributed.global_mean import local_mean
 from ...distributed.torch_private import loss_parallel_is_active, note_kind
 from ...errors import Words, check_amount, check_choice, check_int, check_tensor, expected
-from ...kernels.documents import SHIFTED_DOCUMENTS, same_document
+from ...kernels.documents import SHIFTED_DOCUMENTS, is_within, same_document
 from ..arguments import completed
 from ..base import DistributedLoss
 from ..rows import check_device, compute_dtype, has_values, is_integer
@@ -110,7 +110,7 @@ def causal_lm_loss(
     if shift:
         targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
     valid = targets != ignore_index
-    if validate_args and has_values(targets):
+    if validate_args and has_values(targets) and not is_within(labels, ignore_index, logits.shape[-1]):
         bad = ((targets < 0) | (targets >= logits.shape[-1])) & valid
         if bool(bad.any()):
             what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...distributed.torch_private import version_of
 from ...errors import check_between, check_choice, check_int, check_tensor, expected
+from ...kernels.torch_private import version_of
 from ..arguments import completed
 from ..base import GroupOptions
 from ..rows import compute_dtype, has_values
