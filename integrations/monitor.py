@@ -8,8 +8,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from ..errors import warn
-from ..losses import InfoNCELoss, LossWarmupWrapper
+from ..losses import LossWarmupWrapper
 from ..losses.base import CurrentTemperature, HoldsQueue
+from ..losses.embeddings.pairs import PairLoss
 from ..losses.pooled.base import RankingLoss
 from ..losses.pooled.hints import accumulation_hint
 from ..losses.pooled.pool import PoolCounts
@@ -71,7 +72,7 @@ class Monitor:
 
 def _temperature(loss: CurrentTemperature) -> Tensor | float | None:
     """Return the temperature without waiting for the device; None if it takes a collective to read it."""
-    if not isinstance(loss, InfoNCELoss) or loss.logit_scale is None:
+    if not isinstance(loss, PairLoss) or loss.logit_scale is None:
         return loss.current_temperature
     if hasattr(loss.logit_scale, "full_tensor"):
         return None

@@ -105,7 +105,8 @@ class PooledLossMixin(transformers.PooledLossMixin):
     It is :class:`fullrank.integrations.transformers.PooledLossMixin` with embeddings in place of logits. With a column
     ``label`` it calls ``pooled_loss`` with the embeddings (N, D) of the only other column and the labels, as for a
     :class:`~fullrank.SupConLoss`. Otherwise it calls ``pooled_loss`` with the embeddings of each column, as for an
-    :class:`~fullrank.InfoNCELoss` of anchors and positives. The trainer's argument ``loss`` is not used.
+    :class:`~fullrank.InfoNCELoss` of anchors, positives and any number of columns of hard negatives. The trainer's
+    argument ``loss`` is not used.
     """
 
     collect_features: Callable[[Mapping[str, Any]], tuple[list[dict[str, Tensor]], Tensor | None]]

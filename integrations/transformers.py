@@ -202,8 +202,9 @@ class PooledLossMixin:
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` if the batches
-            have no ``labels``, such as an :class:`~fullrank.InfoNCELoss` of embeddings (N, 2, D). It returns a scalar,
-            the same on every rank. Parameters that it learns must be parameters of the model too.
+            have no ``labels``, such as an :class:`~fullrank.InfoNCELoss` of embeddings (N, 2, D). From a third column
+            on they are hard negatives, several as one argument (N, K, D). It returns a scalar, the same on every rank.
+            Parameters that it learns must be parameters of the model too.
         *args, **kwargs: arguments of the Trainer. ``compute_loss_func`` is not used.
 
     Raises:
@@ -305,6 +306,8 @@ class PooledLossMixin:
             self.pooled_loss.train(model.training)  # rows enter the queue in training mode only
         if self._label_column in batches[0]:
             return self.pooled_loss(scores, torch.cat([batch[self._label_column] for batch in batches]))
+        if scores.shape[1] > 3:  # several negatives of each row
+            return self.pooled_loss(scores[:, 0], scores[:, 1], scores[:, 2:])
         return self.pooled_loss(*scores.unbind(dim=1))
 
 

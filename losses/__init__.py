@@ -6,6 +6,7 @@ from .composed.combined import CombinedLoss
 from .composed.warmup import LossWarmupWrapper
 from .embeddings.info_nce import InfoNCELoss
 from .embeddings.retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
+from .embeddings.siglip import SigLIPLoss
 from .embeddings.sup_con import SupConLoss
 from .pooled.base import RankingLoss
 from .pooled.ndcg import NDCGLoss
@@ -37,6 +38,7 @@ __all__ = [
     "RankingLoss",
     "RecallAtQuantileLoss",
     "RetrievalSmoothAPLoss",
+    "SigLIPLoss",
     "SigmoidFocalLoss",
     "SmoothAPLoss",
     "SoftmaxFocalLoss",

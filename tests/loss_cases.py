@@ -270,6 +270,8 @@ BAD_WEIGHTS = [-WEIGHT, WEIGHT * NAN, WEIGHT * INF]
 SHARE = Argument(0.3, [-0.1, 1.1, NAN], ["0.1"])  # a number in [0, 1]
 RULE = Argument("lower", ["cubic"])
 WARM = {"temperature": 0.2}
+SIGMOID = {"temperature": 0.2, "bias": -1.0}
+MARGIN = Argument(0.5, [-0.1, NAN, INF], ["0.1"])
 TRAPEZOID, DRO = {"surrogate": "trapezoid"}, {"surrogate": "dro"}
 BAND, LINEAR = {"alpha": 0.1, "beta": 0.7}, {"quantile_interpolation": "linear"}
 READS_VALUES = "It reads values, of which the meta device has none."
@@ -418,8 +420,22 @@ ROWS = (
             "max_logit_scale": Argument(
                 50.0, [0.0, NAN], ["100"], among={"learn_temperature": True, "temperature": 0.02}
             ),
+            "mask_margin": MARGIN,
         },
         left_out={**CONTRASTIVE, "meta symmetric": READS_VALUES},
+    ),
+    Loss(
+        "siglip",
+        "pairs",
+        losses.SigLIPLoss,
+        forms={"": {**SIGMOID, "learn": False}, "learned": SIGMOID},
+        own={
+            "bias": Argument(-2.0, [NAN, INF], ["1"]),
+            "learn": Argument(True, [], [1]),
+            "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"], among={"learn": True, "temperature": 0.02}),
+            "mask_margin": MARGIN,
+        },
+        left_out={**CONTRASTIVE, "meta learned": READS_VALUES},
     ),
     Loss(
         "sup_con",

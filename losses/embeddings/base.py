@@ -7,7 +7,7 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, check_rows
 from ...distributed.group import gradient_scale
-from ...distributed.header import Agreement
 from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
 from ...errors import Words, expected
 from ...kernels.costs import costs_of
@@ -95,38 +94,47 @@ class ContrastiveLoss(HoldsQueue):
         self,
         local: LocalLoss,
         rows: Sequence[Tensor],
-        agreed: Agreement[Any],
+        counts: Sequence[tuple[int, ...]],
         exchange: Exchange | None,
-        learned: Sequence[Tensor] = (),
+        learned: Sequence[tuple[Tensor, bool]] = (),
         is_clamped: Tensor | None = None,
-        is_sharded: bool = False,
     ) -> Tensor:
-        """Return the loss, the sum of those of the ranks, with the gradients of this rank's ``rows`` and of the scale.
+        """Return the loss, the sum of those of the ranks, with the gradients of ``rows``, this rank's, and ``learned``.
 
-        ``learned`` is the learned scale, if there is one. Its gradient is summed over the ranks: on every rank it is
-        that of one process, whether or not a wrapper averages it. If the wrapper sums gradients, each rank gets an
-        equal share of it. If the scale ``is_sharded``, the rank that has it gets all of it, because nothing sums it.
-        Where ``is_clamped`` the scale is above its limit, and its gradient may only lower it.
+        ``counts`` are the numbers of rows of each rank, for each of ``rows``. ``learned`` are a learned scale and bias,
+        each with whether it is sharded. Their gradients are summed over the ranks: on every rank they are those of one
+        process, whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of
+        it. If one is sharded, the rank that has it gets all of it, because nothing sums it. Where ``is_clamped`` the
+        scale is above its limit, and its gradient may only lower it.
         """
-        sums, grad_all, k, share = torch.stack([local.total, local.grad_scale]), local.grad_all, 1, 1.0
-        with_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*rows, *learned))
+        sums, grad_all, k, share = torch.cat([local.total[None], local.grad_learned]), [*local.grad_all], 1, 1.0
+        with_grad = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*rows, *(one for one, _ in learned))
+        )
         if exchange is not None:
-            if present := [gradient for gradient in grad_all if gradient is not None]:
-                summed = exchange.sum_own(torch.cat(present, dim=1), agreed.rows, "the gradients")
-                of_own_rows = iter(summed.chunk(len(present), dim=1))
-                grad_all = [None if gradient is None else next(of_own_rows) for gradient in grad_all]
+            places_of: dict[tuple[int, ...], list[int]] = {}  # one reduce-scatter for rows of equal counts
+            for place, gradient in enumerate(grad_all):
+                if gradient is not None:
+                    places_of.setdefault(counts[place], []).append(place)
+            for of_ranks, places in places_of.items():
+                joined = torch.cat([cast(Tensor, grad_all[place]) for place in places], dim=1)
+                summed = exchange.sum_own(joined, of_ranks, "the gradients")
+                for place, gradient in zip(places, summed.chunk(len(places), dim=1)):
+                    grad_all[place] = gradient
             sums = exchange.each(sums, "the sums").sum(dim=0)
             k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
-            share = 1.0 if is_sharded else min(1.0, k / exchange.group.size())
+            share = min(1.0, k / exchange.group.size())
         value = sums[0].to(rows[0].dtype)
         if with_grad:
             gradients: list[Tensor | None] = []
             for of_tensor in zip(local.grad_own, grad_all):
                 present = [gradient for gradient in of_tensor if gradient is not None]
                 gradients.append(k * sum(present[1:], present[0]) if present else None)
-            slope = sums[1] if is_clamped is None else torch.where(is_clamped, sums[1].clamp_min(0.0), sums[1])
-            gradients += [(slope * share).to(scale).reshape(scale.shape) for scale in learned]
-            value = with_gradients(type(self).__name__, value, gradients, *rows, *learned)
+            if is_clamped is not None:
+                sums[1] = torch.where(is_clamped, sums[1].clamp_min(0.0), sums[1])
+            for slope, (parameter, is_sharded) in zip(sums[1:], learned):
+                gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
+            value = with_gradients(type(self).__name__, value, gradients, *rows, *(one for one, _ in learned))
         return note_kind(value, over_ranks=exchange is not None)
 
 
@@ -134,9 +142,9 @@ class LocalLoss(NamedTuple):
     """This rank's terms of the loss, summed, with their gradients; None for those that are not needed."""
 
     total: Tensor  # () float64
-    grad_scale: Tensor  # () float64
-    grad_own: list[Tensor | None]  # [N, D] each: of this rank's rows as anchors
-    grad_all: list[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
+    grad_learned: Tensor  # [L] float64: of the logarithm of the scale and of the bias, as many as are learned
+    grad_own: Sequence[Tensor | None]  # [N, D] each: of this rank's rows as anchors
+    grad_all: Sequence[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
 
 
 class SumOfBlocks(NamedTuple):
@@ -146,6 +154,7 @@ class SumOfBlocks(NamedTuple):
     grad_anchors: Tensor | None  # [n, D]
     grad_candidates: Tensor | None  # [K, D]
     grad_scale: Tensor  # () float64
+    grad_bias: Tensor  # () float64
 
 
 def sum_of_blocks(
@@ -154,27 +163,32 @@ def sum_of_blocks(
     scale: Tensor,
     needs: tuple[bool, bool, bool],
     block_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+    bias: Tensor | None = None,
 ) -> SumOfBlocks:
-    r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j` and its gradients, in blocks of anchors.
+    r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j + b` and its gradients, in blocks of anchors.
 
-    Anchors (n, D), candidates (K, D) and the scale s have one dtype; ``needs`` says which of their gradients to return.
+    Anchors (n, D), candidates (K, D), the scale s and the bias b, None for 0, have one dtype. ``needs`` says which
+    gradients to return: of the anchors, of the candidates, of the scale and the bias.
     ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the place of the block among the
     anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K).
     """
     total = anchors.new_zeros((), dtype=torch.float64)
     grad_anchors = torch.zeros_like(anchors) if needs[0] else None
     grad_candidates = torch.zeros_like(candidates) if needs[1] else None
-    grad_scale = torch.zeros_like(total)
+    grad_scale, grad_bias = torch.zeros_like(total), torch.zeros_like(total)
     step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
     for begin in range(0, len(anchors), step):
         place = slice(begin, min(begin + step, len(anchors)))
         block = anchors[place]
-        value, slope = block_loss((block * scale) @ candidates.t(), place)
+        scores = (block * scale) @ candidates.t()
+        value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
         total += value
         if not any(needs):
             continue
         mean = slope @ candidates  # [b, D]
         grad_scale += (mean * block).sum(dtype=torch.float64)
+        if bias is not None:
+            grad_bias += slope.sum(dtype=torch.float64)
         if grad_anchors is not None:
             grad_anchors[place] = mean
         if grad_candidates is not None:
@@ -182,7 +196,7 @@ def sum_of_blocks(
     for gradient in (grad_anchors, grad_candidates):
         if gradient is not None:
             gradient *= scale
-    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_scale)
+    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_scale, grad_bias)
 
 
 def log_sum_exp(scores: Tensor) -> Tensor:

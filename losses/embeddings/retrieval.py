@@ -183,7 +183,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         return "reduction", "ignore_index", "gradient_reduction", *(("queue_size",) if self.queue_size else ())
 
 
-def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
+def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings") -> Tensor:
     """Return the labels of ``embeddings`` (N, D) as int64 (N,), or raise TypeError or ValueError."""
     check_tensor("labels", labels)
     check_not_batched(labels)
@@ -193,10 +193,10 @@ def checked_labels(labels: Tensor, embeddings: Tensor) -> Tensor:
     if tuple(labels.shape) == (count, 1):
         labels = labels[:, 0]
     if tuple(labels.shape) != (count,):
-        what = f"shape ({count},) or ({count}, 1), one entry per row of embeddings"
+        what = f"shape ({count},) or ({count}, 1), one entry per row of {rows_name}"
         fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
         raise ValueError(expected("labels", what, labels, fix))
-    check_device("labels", labels, embeddings, "embeddings")
+    check_device("labels", labels, embeddings, rows_name)
     return labels.to(torch.int64)
 
 

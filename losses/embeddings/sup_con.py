@@ -126,7 +126,7 @@ class SupConLoss(ContrastiveLoss):
                 live = self._comparable(live)
         needs_grad = torch.is_grad_enabled() and rows.requires_grad
         local, has_pair = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad)
-        loss = self._sum_over_ranks(local, [rows], agreed, exchange)
+        loss = self._sum_over_ranks(local, [rows], [agreed.rows], exchange)
         if self._enqueues:
             self.queue.enqueue(live, targets)
         if self.validate_args and self.training and self._hints.count_call():
@@ -159,11 +159,11 @@ class SupConLoss(ContrastiveLoss):
         largest = int(count.max()) if len(label) else 0
         block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=first)
         scale, needs = rows.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
-        total, grad_own, grad_all, _ = exact(sum_of_blocks)(rows, candidates, scale, needs, block_loss)
+        total, grad_own, grad_all, *_ = exact(sum_of_blocks)(rows, candidates, scale, needs, block_loss)
         grad_all = None if grad_all is None else grad_all[: len(live)]
         # A NaN reaches the loss even if no row counts.
         total = total + 0.0 * rows.sum(dtype=torch.float64)
-        return LocalLoss(total, torch.zeros_like(total), [grad_own], [grad_all]), has_pair
+        return LocalLoss(total, total.new_zeros(0), [grad_own], [grad_all]), has_pair
 
 
 class _LabelGroups(NamedTuple):

@@ -21,7 +21,7 @@ from loss_cases import IGNORED, KINDS, LOSSES, Form, Loss
 from on_ranks import on_ranks
 from subjects import LIMITS, error
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fullrank
 from fullrank.errors import is_from_a_check
@@ -52,11 +52,21 @@ def random_share(rows: Tensor) -> Tensor:
     return torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float64)
 
 
+def of_rows(width: int, seed: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes normal numbers for each row, the same for as many rows."""
+    return lambda rows: torch.randn(
+        len(rows), width, generator=torch.Generator().manual_seed(seed + len(rows)), dtype=torch.float64
+    )
+
+
 # Values of the arguments of a call, or functions of the rows that make them.
 OF_CALLS: dict[str, Any] = {
     "iid_mask": lambda rows: random_share(rows) < 0.7,
     "sample_weight": lambda rows: 0.1 + random_share(rows),
     "indexes": lambda rows: torch.arange(len(rows)) % 3,
+    "negatives": of_rows(8, 1),
+    "labels": lambda rows: torch.arange(len(rows)) % 5,
+    "mask": lambda rows: (of_rows(3, 2)(rows), of_rows(3, 3)(rows)),
     "return_per_class": True,
     "return_diagnostics": True,
 }
@@ -106,6 +116,8 @@ class Case(NamedTuple):
                 call[self.argument] = self.value(x) if callable(self.value) else self.value
         elif self.argument == "weighting":
             call["sample_weight"] = OF_CALLS["sample_weight"](x)
+        elif self.argument == "mask_margin":
+            call["mask"] = OF_CALLS["mask"](x)
         return call
 
     @property
@@ -152,8 +164,8 @@ def take_steps(case: Case, ranks: str, is_changed: bool = True) -> list[Tensor]:
         counts = split(count, size, index)
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         cut = slice(None) if ranks == "all" else own
-        call = {name: rows[cut].clone() if isinstance(rows, Tensor) else rows for name, rows in call.items()}
-        names = {"logits", "inputs", "embeddings", "queries", "keys"} & call.keys()
+        call = tree_map_only(Tensor, lambda rows: rows[cut].clone(), call)  # noqa: B023
+        names = {"logits", "inputs", "embeddings", "queries", "keys", "negatives"} & call.keys()
         leaves = [call[name].requires_grad_() for name in sorted(names)]
         if hasattr(loss, "on_train_batch_start"):
             loss.on_train_epoch_start(index)

@@ -108,6 +108,7 @@ def pooled(rank: int, script: str, folder: str, columns: list[str]) -> float:
     before, texts = flat(model), make_texts(40, 0)
     seen: list[list[Any]] = [[]]
     rows = {"anchor": texts["text"], "positive": make_texts(40, 1)["text"], "label": texts["label"]}
+    rows |= {"first": make_texts(40, 2)["text"], "second": make_texts(40, 3)["text"]}
 
     class Recorded:
         def training_step(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
@@ -135,6 +136,8 @@ def pooled(rank: int, script: str, folder: str, columns: list[str]) -> float:
     def loss(epoch: int, step: int, chosen: list[int]) -> Tensor:
         parts = [[reference(one)["sentence_embedding"] for one in features] for features, _ in windows[step]]
         embeddings = [torch.cat(column) for column in zip(*parts)]
+        if len(embeddings) == 4:  # two hard negatives of each anchor
+            embeddings[2:] = [torch.cat(embeddings[2:])]
         labels = [labels for _, labels in windows[step] if labels is not None]
         return loss_fn(*embeddings, *([torch.cat(labels)] if labels else []))
 
@@ -155,10 +158,12 @@ def test_it_trains_as_one_process(workers: WorkerPool, tmp_path: Any, script: st
     assert any(path.name.startswith("checkpoint-") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", ["pairs", pytest.param("labels", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["pairs", "negatives", pytest.param("labels", marks=pytest.mark.full)])
 def test_pooled_micro_batches_train_as_one_process(workers: WorkerPool, tmp_path: Any, form: str) -> None:
     """The control compares the texts of one rank."""
     script, columns = POOLED, ["anchor", "positive"]
+    if form == "negatives":
+        columns += ["first", "second"]
     if form == "labels":
         script, columns = POOLED.replace("InfoNCELoss(temperature=0.05)", "SupConLoss(temperature=0.05)"), columns[:1]
         columns += ["label"]

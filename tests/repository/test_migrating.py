@@ -335,3 +335,8 @@ def test_the_lines_about_sentence_transformers() -> None:
         found = loss(features, None)
         assert_close(found, fullrank.InfoNCELoss(0.1, symmetric=symmetric)(*columns), **SUMS)
         assert abs(found - fullrank.InfoNCELoss(0.1, symmetric=not symmetric)(*columns)) > 1e-3
+    other = pairs(seed=1)
+    loss = theirs.CachedMultipleNegativesRankingLoss(Identity(nn.Identity()), 10.0, mini_batch_size=5)
+    found = loss([*features, *({"input_ids": rows} for rows in other)], None)
+    assert_close(found, fullrank.InfoNCELoss(0.1)(*columns, torch.stack(other, dim=1)), **SUMS)
+    assert abs(found - fullrank.InfoNCELoss(0.1)(*columns)) > 1e-3

@@ -1,0 +1,88 @@
+"""The sigmoid loss of pairs: SigLIP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ...errors import check_number, expected
+from ..arguments import completed
+from ..base import GroupOptions
+from .base import softplus
+from .pairs import PairLoss
+
+
+@completed()
+class SigLIPLoss(PairLoss):
+    r"""Binary cross-entropy of telling the pairs from all other combinations of the queries and keys of all ranks.
+
+    With :math:`x_{ij} = \cos(q_i, k_j)` over the N pairs of all ranks, :math:`z_{ii} = 1` and all other
+    :math:`z_{ij} = -1`,
+
+    .. math:: L = -\frac{1}{N} \sum_i \sum_j \log \sigma\bigl(z_{ij} (x_{ij} / \tau + b)\bigr)
+
+    In one process equal to the loss of SigLIP of the whole batch. The similarities of all pairs are never in memory
+    together. Negatives and the keys of the queue are further candidates of the queries.
+
+    Args:
+        bias: b, a finite number; its start if it is learned.
+        learn: let ``logit_scale``, the logarithm of 1 / temperature, and ``logit_bias`` be parameters of this module,
+            of shape (1,). Their gradients are those of one process on every rank, as in
+            :class:`~fullrank.InfoNCELoss`: give them to the optimizer, without weight decay.
+
+    Example:
+        >>> import torch
+        >>> queries, keys = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> SigLIPLoss(temperature=1.0, bias=0.0, learn=False)(queries, keys)
+        tensor(1.2520)
+
+    Reference:
+        Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and algorithm 1.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        bias: float = -10.0,
+        *,
+        learn: bool = True,
+        max_logit_scale: float = 100.0,
+        mask_margin: float = 0.0,
+        normalize: bool = True,
+        queue_size: int = 0,
+        num_features: int | None = None,
+        gather_distributed: bool | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> None:
+        if not isinstance(learn, bool):
+            raise TypeError(expected("learn", "True or False", learn))
+        of_temperature = temperature, learn, max_logit_scale, mask_margin
+        super().__init__(*of_temperature, normalize, queue_size, num_features, gather_distributed, **options)
+        if not math.isfinite(check_number("bias", bias)):
+            raise ValueError(expected("bias", "a finite number", bias))
+        self.bias = bias
+        self.logit_bias = nn.Parameter(torch.full((1,), float(bias))) if learn else None
+
+    @property
+    def learn(self) -> bool:
+        """Whether ``logit_scale`` and ``logit_bias`` are parameters."""
+        return self.logit_scale is not None
+
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        shared = "learn", "max_logit_scale", "mask_margin", "normalize", "queue_size", "gradient_reduction"
+        return shared if self.learn else ("bias", *shared)
+
+    def _bias(self, scale: Tensor, learned: Sequence[Tensor]) -> Tensor:
+        return learned[0].reshape(()).to(scale) if learned else scale.new_tensor(self.bias)
+
+    def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        losses = F.softplus(others, threshold=40.0).sum(dim=1, dtype=torch.float64)  # the default of 20 rounds
+        losses += softplus(-positives)
+        others.sigmoid_().mul_(weight[:, None])
+        return losses, -(-positives).sigmoid() * weight
