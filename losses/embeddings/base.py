@@ -188,7 +188,7 @@ def sum_of_blocks(
         mean = slope @ candidates  # [b, D]
         grad_scale += (mean * block).sum(dtype=torch.float64)
         if bias is not None:
-            grad_bias += slope.sum(dtype=torch.float64)
+            grad_bias += slope.sum(dim=1).sum(dtype=torch.float64)
         if grad_anchors is not None:
             grad_anchors[place] = mean
         if grad_candidates is not None:

@@ -82,7 +82,6 @@ class SigLIPLoss(PairLoss):
         return learned[0].reshape(()).to(scale) if learned else scale.new_tensor(self.bias)
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        losses = F.softplus(others, threshold=40.0).sum(dim=1, dtype=torch.float64)  # the default of 20 rounds
-        losses += softplus(-positives)
+        losses = softplus(-positives) + F.softplus(others, threshold=40.0).sum(dim=1)  # the default of 20 rounds
         others.sigmoid_().mul_(weight[:, None])
         return losses, -(-positives).sigmoid() * weight
