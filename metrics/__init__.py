@@ -1,7 +1,8 @@
 """The exact metrics for which the losses are surrogates, as torchmetrics metrics."""
 
+from .embeddings import EmbeddingAveragePrecision, EmbeddingRecall
 from .pauc_at_budget import PAUCAtBudget
 from .recall_at_quantile import RecallAtQuantile
 from .review_curve import ReviewCurve
 
-__all__ = ["PAUCAtBudget", "RecallAtQuantile", "ReviewCurve"]
+__all__ = ["EmbeddingAveragePrecision", "EmbeddingRecall", "PAUCAtBudget", "RecallAtQuantile", "ReviewCurve"]

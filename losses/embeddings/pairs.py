@@ -20,15 +20,7 @@ from ...errors import RankRuntimeError, check_amount, check_positive, check_temp
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..rows import (
-    check_device,
-    check_values,
-    checked_embeddings,
-    has_values,
-    unit_rows,
-    weight_of_rows,
-    weight_unit,
-)
+from ..rows import check_device, check_values, checked_embeddings, has_values, unit_rows, weight_of_rows, weight_unit
 from .base import ContrastiveLoss, LocalLoss, sum_of_blocks
 from .retrieval import checked_labels
 

@@ -420,6 +420,20 @@ def shards(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     return [*zip(*found)]
 
 
+def embeds(call: Callable[..., Any], given: dict[str, Any], kind: str = "") -> Pairs:
+    """Compare a metric of embeddings over ranks with one process; ``call`` is its class, or the update of ``kind``."""
+    found, (rows, labels) = [], (draw(23, 4), torch.arange(23) % 5)
+    labels[::6] = given.get("ignore_index", -100)
+    for is_spread in (True, False):
+        metric = find(kind)(sync_on_compute=is_spread) if kind else call(sync_on_compute=is_spread)
+        batch = own(rows, labels) if is_spread else [rows, labels]
+        metric.update(*batch)
+        if kind:
+            call(metric, *batch)
+        found.append(metric.compute())
+    return [(found[0], found[1])]
+
+
 def share(rows: Tensor) -> Tensor:
     return 0.1 + torch.rand(len(rows), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -439,7 +453,7 @@ OF_METRICS: dict[str, Any] = {"average": None, "ignore_index": -1, "multi_hot": 
 
 
 def metrics() -> list[Call]:
-    """Return the calls of both metrics."""
+    """Return the calls of the metrics."""
     found = []
     for kind, first in THRESHOLD.items():
         settings = OF_METRICS | {
@@ -452,6 +466,9 @@ def metrics() -> list[Call]:
             found.append(Call(f"{kind}.update", rows, partial(updates, kind)))
         found.append(Call(f"{kind}.update", {"sample_weight": share}, partial(updates, kind)))
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
+    for kind, settings in (("EmbeddingRecall", {"k": 3}), ("EmbeddingAveragePrecision", {"at_r": True})):
+        found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]
+        found.append(Call(f"{kind}.update", {"role": "keys"}, partial(embeds, kind=kind)))
     return found
 
 

@@ -31,7 +31,11 @@ NUM_STEPS = 3  # of a module, the second in eval mode; a function has no state
 SILENT = {"gather_distributed", "gradient_reduction", "group", "name", "num_features", "validate_args"}
 NO_CASE = {
     "Pool": "It is made by the losses, for a formula of one's own.",
-    **dict.fromkeys(("PAUCAtBudget.plot", "RecallAtQuantile.plot"), "It draws values that compute has returned."),
+    **{
+        f"{name}.plot": "It draws values that compute has returned."
+        for name in fullrank.metrics.__all__
+        if name != "ReviewCurve"
+    },
     "CombinedLoss.forward(indexes)": "It is passed on to a loss of one class, of which SmoothAPLoss has the case.",
     **{
         f"{row.module.__name__}.forward(indexes)": "It is refused: the loss ranks one pool."

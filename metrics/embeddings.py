@@ -1,0 +1,211 @@
+"""Exact metrics of embeddings with labels: each query ranks the rows of all ranks, without the matrix of all pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..distributed.group import resolve_group
+from ..distributed.header import Offer, agree_on
+from ..errors import check_choice, check_count, check_int, expected
+from ..kernels.costs import costs_of
+from ..kernels.registration import exact
+from ..losses.arguments import completed
+from ..losses.embeddings.retrieval import checked_labels
+from ..losses.rows import checked_embeddings, unit_rows
+from .torchmetrics_private import GatheredMetric
+
+Role = Literal["both", "queries", "keys"]
+_ROLES = ("both", "queries", "keys")
+_MOST_VALUES = 7  # with the number of queries they fit into one header
+
+
+@completed()
+class EmbeddingMetric(GatheredMetric):
+    """Base of the metrics of embeddings: a query ranks all other rows by cosine; those of its label are right.
+
+    Args:
+        num_features: D, on every rank if one may have no rows; else None.
+        ignore_index: rows with this label take no part.
+        **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
+
+    Degenerate:
+        A query without another row of its label is left out; the mean over no query is NaN, and so is that with a row
+        that is not finite. Of equally similar rows the wrong ones come first.
+
+    Numerics:
+        Rows are kept in float32 until :meth:`reset`, and compared in it. O(N M D) time and O(M D) memory for N queries
+        and M rows.
+
+    Distributed:
+        Every rank must call ``compute``. A header, the rows, and a header with the sums of each rank over its part of
+        the queries. Every rank gets the same value.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
+    own_argument: str  # that of the subclass, for ``repr``
+    row_states = "embeddings", "labels", "roles"
+    embeddings: list[Tensor]
+    labels: list[Tensor]
+    roles: list[Tensor]
+
+    def __init__(self, num_features: int | None, ignore_index: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_features = num_features if num_features is None else check_count("num_features", num_features, 1)
+        self.ignore_index = check_int("ignore_index", ignore_index)
+        for name in self.row_states:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(self, embeddings: Tensor, labels: Tensor, *, role: Role = "both") -> None:
+        """Add rows.
+
+        Args:
+            embeddings: (N, D) of any floating dtype.
+            labels: (N,) or (N, 1) integers or bools.
+            role: what the rows are: ``"queries"``, the ``"keys"`` that queries rank, or ``"both"``. For pairs call it
+                twice, with a label of its own for each pair.
+        """
+        check_choice("role", role, _ROLES)
+        rows = checked_embeddings("embeddings", embeddings, self.num_features)
+        targets = checked_labels(labels, embeddings)
+        kept = targets != self.ignore_index
+        self.embeddings.append(unit_rows(rows.detach().float()[kept]))
+        self.labels.append(targets[kept])
+        self.roles.append(torch.full_like(self.labels[-1], _ROLES.index(role)))
+
+    def compute(self) -> Tensor:
+        """Return the mean over the queries of all updates, and of all ranks when it synchronizes; float64."""
+        rows, labels, roles = self.rows()
+        (queries,), (keys,) = (roles != 2).nonzero(as_tuple=True), (roles != 1).nonzero(as_tuple=True)
+        group = None
+        if self.has_rows_of_all_ranks and self.dist_sync_fn is None:
+            group = resolve_group(self.process_group, name="process_group")
+            queries = queries[group.rank() :: group.size()]
+        sums = exact(self._sums)(rows, labels, queries, keys)
+        agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: Offer(None, totals=sums.tolist()))
+        total = sums.new_tensor(agreed.totals).sum(dim=0)[: len(sums)]
+        value = total[:-1] / total[-1]
+        return value if bool(rows.isfinite().all()) else value * math.nan
+
+    @torch.no_grad()
+    def _sums(self, rows: Tensor, labels: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the sums of the values of the queries (L,), and the number of valid ones after them, float64."""
+        candidates, of_candidates = rows[keys], labels[keys]
+        sums = torch.zeros(math.prod(self.result_shape) + 1, dtype=torch.float64, device=rows.device)
+        for block in queries.split(max(1, costs_of(rows.device).similarities_at_once // max(1, len(keys)))):
+            scores = rows[block] @ candidates.t()  # [b, K]
+            scores.masked_fill_(block[:, None] == keys, -math.inf)  # a query does not rank itself
+            right = (labels[block, None] == of_candidates) & (block[:, None] != keys)
+            valid = right.any(dim=1)
+            values = self._values(scores[valid], right[valid])  # [b, L]
+            sums[:-1] += values.sum(dim=0, dtype=torch.float64)
+            sums[-1] += valid.sum()
+        return sums
+
+    def _values(self, scores: Tensor, right: Tensor) -> Tensor:
+        """Return the values (b, L) of queries from their scores (b, K), of which at least one is ``right``."""
+        raise NotImplementedError
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all rows: (M, D) float32 of length 1, (M,) and (M,) int64."""
+        if self.embeddings:
+            return torch.cat(self.embeddings), torch.cat(self.labels), torch.cat(self.roles)
+        labels = torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.empty(0, self.num_features or 0, device=self.device), labels, labels.clone()
+
+    def extra_repr(self) -> str:
+        """Return the hyper-parameters."""
+        return f"{self.own_argument}={getattr(self, self.own_argument)!r}, ignore_index={self.ignore_index}"
+
+
+@completed()
+class EmbeddingRecall(EmbeddingMetric):
+    r"""Recall at k: the share of the queries with a row of their label among the k most similar rows.
+
+    For the keys of pairs it is the share of the queries whose key is among the first k.
+
+    Args:
+        k: a number >= 1, or up to 7 of them, of which ``compute`` returns a value each.
+
+    Example:
+        >>> import torch
+        >>> metric = EmbeddingRecall(k=(1, 2))
+        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()
+        tensor([0.5000, 1.0000], dtype=torch.float64)
+
+    Reference:
+        Jegou et al., Product Quantization for Nearest Neighbor Search, PAMI 2011.
+    """
+
+    own_argument = "k"
+
+    def __init__(
+        self,
+        k: int | Sequence[int] = (1, 5, 10),
+        *,
+        num_features: int | None = None,
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> None:
+        numbers = tuple(k) if isinstance(k, Sequence) and not isinstance(k, str) else (k,)
+        if not 0 < len(numbers) <= _MOST_VALUES:
+            raise ValueError(expected("k", f"1 to {_MOST_VALUES} numbers", k))
+        super().__init__(num_features, ignore_index, **kwargs)
+        self.k = [check_count("k", number, 1) for number in numbers]
+        self.result_shape = (len(self.k),) if isinstance(k, Sequence) else ()
+
+    def _values(self, scores: Tensor, right: Tensor) -> Tensor:
+        best = scores.masked_fill(~right, -math.inf).amax(dim=1, keepdim=True)
+        before = ((scores >= best) & ~right).sum(dim=1, keepdim=True)  # [b, 1] wrong rows
+        return before < before.new_tensor(self.k)
+
+
+@completed()
+class EmbeddingAveragePrecision(EmbeddingMetric):
+    r"""Mean average precision: each query ranks all other rows, and those of its label should come first.
+
+    With R rows of its label, of which the i-th is at rank :math:`r_i`, the value of a query is
+    :math:`\frac{1}{R} \sum_i i / r_i`, over all i, or with ``at_r`` over those with :math:`r_i \le R` (mAP@R).
+    It is the exact counterpart of :class:`~fullrank.RetrievalSmoothAPLoss`.
+
+    Args:
+        at_r: count only the first R rows.
+
+    Example:
+        >>> import torch
+        >>> metric = EmbeddingAveragePrecision()
+        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [2.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()
+        tensor(0.4583, dtype=torch.float64)
+
+    Reference:
+        Musgrave et al., A Metric Learning Reality Check, ECCV 2020 (mAP@R).
+    """
+
+    own_argument, result_shape = "at_r", ()
+
+    def __init__(
+        self, at_r: bool = False, *, num_features: int | None = None, ignore_index: int = -100, **kwargs: Any
+    ) -> None:
+        super().__init__(num_features, ignore_index, **kwargs)
+        if not isinstance(at_r, bool):
+            raise TypeError(expected("at_r", "True or False", at_r))
+        self.at_r = at_r
+
+    def _values(self, scores: Tensor, right: Tensor) -> Tensor:
+        order = right.to(torch.uint8).argsort(dim=1, stable=True)  # wrong rows first among equal scores
+        order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
+        hits = right.gather(1, order)
+        found = hits.cumsum(dim=1)
+        total, place = found[:, -1:], torch.arange(1, hits.shape[1] + 1, device=hits.device)
+        counted = hits & (place <= total) if self.at_r else hits
+        return (counted * found / (place * total).double()).sum(dim=1, keepdim=True)

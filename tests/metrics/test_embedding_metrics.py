@@ -1,0 +1,122 @@
+"""The metrics of embeddings against definitions in loops, those of pytorch-metric-learning, and one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import Tensor
+from workers import error_of
+
+from fullrank.kernels.costs import TABLE
+from fullrank.metrics import EmbeddingAveragePrecision, EmbeddingRecall
+
+K = (1, 3, 10)
+
+
+def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of seven labels, of which one occurs once and some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 6, (count,), generator=generator)
+    labels[0], labels[1::9] = 17, -100
+    return torch.randn(count, 5, generator=generator), labels
+
+
+def by_loops(rows: Tensor, labels: Tensor, is_query: list[bool], is_key: list[bool]) -> dict[str, list[float]]:
+    """Return the means of recall at each k, of the average precision and of that of the first R rows."""
+    unit, found = torch.nn.functional.normalize(rows.double(), dim=1), []
+    live = [i for i, label in enumerate(labels.tolist()) if label != -100]
+    for i in (i for i in live if is_query[i]):
+        others = sorted((j for j in live if j != i and is_key[j]), key=lambda j: -float(unit[i] @ unit[j]))
+        hits = [bool(labels[j] == labels[i]) for j in others]
+        total = sum(hits)
+        if total:
+            precisions = [sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits) if hit]
+            first = [sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits[:total]) if hit]
+            found.append([*(float(any(hits[:k])) for k in K), sum(precisions) / total, sum(first) / total])
+    *recall, precision, at_r = (sum(column) / len(found) for column in zip(*found))
+    return {"recall": recall, "precision": [precision], "at r": [at_r]}
+
+
+def metrics(**options: Any) -> dict[str, Any]:
+    precision, at_r = (EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True))
+    return {"recall": EmbeddingRecall(K, **options), "precision": precision, "at r": at_r}
+
+
+@pytest.mark.parametrize("with_roles", [False, True], ids=["both", "roles"])
+def test_they_are_their_definitions(with_roles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several updates and blocks. The control: the other roles."""
+    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=150))
+    rows, labels = rows_of(60)
+    half = [index < 30 for index in range(60)]
+    both = [True] * 60
+    expected = by_loops(rows, labels, half if with_roles else both, [not one for one in half] if with_roles else both)
+    control = by_loops(rows, labels, both if with_roles else half, both)
+    for name, metric in metrics().items():
+        for part, role in ((slice(0, 30), "queries"), (slice(30, 41), "keys"), (slice(41, 60), "keys")):
+            metric.update(rows[part], labels[part], role=role if with_roles else "both")
+        assert metric.compute().reshape(-1).tolist() == pytest.approx(expected[name], rel=1e-12)
+        assert metric.compute().reshape(-1).tolist() != pytest.approx(control[name], rel=1e-4)
+
+
+def test_they_are_those_of_pytorch_metric_learning() -> None:
+    accuracy = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
+    inference = pytest.importorskip("pytorch_metric_learning.utils.inference")
+    distances = pytest.importorskip("pytorch_metric_learning.distances")
+    names = "precision_at_1", "mean_average_precision", "mean_average_precision_at_r"
+    knn = inference.CustomKNN(distances.CosineSimilarity())
+    theirs = accuracy.AccuracyCalculator(include=names, k=59, knn_func=knn)
+    rows, labels = rows_of(60)
+    labels = labels.abs() % 5
+    expected = theirs.get_accuracy(rows, labels)
+    ours = {"recall": names[0], "precision": names[1], "at r": names[2]}
+    for name, metric in metrics().items():
+        metric.update(rows, labels)
+        assert float(metric.compute().reshape(-1)[0]) == pytest.approx(expected[ours[name]], rel=1e-6)
+
+
+@on_ranks()
+def test_over_ranks_they_are_those_of_one_process(rank: int) -> None:
+    """The first rank never has rows; without ``num_features`` that raises on every rank."""
+    rows, labels = rows_of(40)
+    cuts = [0, 0, 40] if dist.get_world_size() == 2 else [0, 0, 15, 40]
+    own, everyone = slice(cuts[rank], cuts[rank + 1]), [True] * 40
+    first, whole = by_loops(rows[:25], labels[:25], everyone, everyone), by_loops(rows, labels, everyone, everyone)
+    for name, metric in metrics(num_features=5).items():
+        for expected, part in ((first, slice(0, 25)), (whole, slice(25, 40))):  # the second after more rows of one rank
+            for index in range(part.start, part.stop) if rank else ():
+                if cuts[rank] <= index < cuts[rank + 1]:
+                    metric.update(rows[index : index + 1], labels[index : index + 1])
+            assert metric.compute().reshape(-1).tolist() == pytest.approx(expected[name], rel=1e-12)
+        assert first[name] != pytest.approx(whole[name], rel=1e-4)
+    alone = EmbeddingRecall(K)
+    if rank:
+        alone.update(rows[own], labels[own])
+    kind, text = error_of(alone.compute)
+    assert kind == "ValueError"
+    assert "float32 (N, 5) on cpu" in text
+
+
+def test_ties_and_what_is_not_finite() -> None:
+    """An embedding that has collapsed finds nothing; no query has no value; NaN shows."""
+    labels = torch.arange(12) % 3
+    for metric in metrics().values():
+        metric.update(torch.randn(3, 4), torch.arange(3))
+        assert metric.compute().isnan().all()
+        metric.reset()
+        metric.update(torch.full((4, 4), math.nan), torch.zeros(4).long())
+        assert metric.compute().isnan().all()
+    recall, precision = EmbeddingRecall(1), EmbeddingAveragePrecision(at_r=True)
+    for metric in (recall, precision):
+        metric.update(torch.ones(12, 4), labels)
+        assert metric.compute() == 0
+    with pytest.raises(ValueError, match="k: expected 1 to 7 numbers"):
+        EmbeddingRecall(range(1, 9))
+    with pytest.raises(ValueError, match="role: expected one of 'both', 'queries', 'keys'"):
+        recall.update(torch.ones(12, 4), labels, role="key")
+    with pytest.raises(TypeError, match="at_r: expected True or False"):
+        EmbeddingAveragePrecision(1)
