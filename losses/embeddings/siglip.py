@@ -39,7 +39,7 @@ class SigLIPLoss(PairLoss):
         >>> import torch
         >>> queries, keys = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
         >>> SigLIPLoss(temperature=1.0, bias=0.0, learn=False)(queries, keys)
-        tensor(1.2520)
+        tensor(1.2576)
 
     Reference:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and algorithm 1.
