@@ -12,7 +12,7 @@ BUILD := setup.cfg setup.py constraints.txt pyproject.toml $(wildcard kernels/na
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test full quick mutants lint types docs bench gpu clean
+.PHONY: help demo test full quick mutants lint types docs bench gpu release clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
@@ -27,6 +27,7 @@ help:
 	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
 	@echo "make bench   run every script in benchmarks/, one after another"
 	@echo "make gpu     on a machine with CUDA: tests, checks, launches, speed and memory, into benchmarks/results/gpu.json"
+	@echo "make release build sdist and wheel into dist/, check them, use the wheel in an empty environment"
 	@echo "make clean   remove .venv, site, build products and caches"
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
 
@@ -89,6 +90,10 @@ bench: $(BENCH_STAMP)
 # With the Python that you name: .venv has torch for the CPU.
 gpu:
 	@$(PYTHON) benchmarks/gpu.py
+
+# All of a release that needs no account: .github/workflows/release.yml does the rest from a tag.
+release:
+	@.ci/release
 
 clean:
 	rm -rf .venv site build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache tests/.pytest_cache

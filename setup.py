@@ -1,17 +1,21 @@
-"""What setup.cfg cannot say: the optional library of kernels/native. All else stands in setup.cfg."""
+"""What setup.cfg cannot say: the optional library of kernels/native, and README for the package index."""
 
 import os
+import re
 import sys
 import zlib
+from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 # The first flags let the compiler use vector instructions; none lets it change the order of a sum. Without the last one
 # processors with and without fused multiplication would round differently. MSVC gets its default flags.
 FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+STRIP = {"linux": ["-Wl,-s"], "darwin": ["-Wl,-x"]}  # by the linker, because the record has the size of the library
 
 RECORD = ".record"
 
@@ -42,6 +46,13 @@ class BuildLibrary(build_ext):
         return ext.export_symbols
 
 
+class BuildWheel(bdist_wheel):
+    """One wheel for every Python of a platform: the library has no ABI of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 class BuildModules(build_py):
     """Leaves this file out, which lies in the folder of the package."""
 
@@ -49,11 +60,19 @@ class BuildModules(build_py):
         return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
 
 
+def long_description(home: str) -> str:
+    """Return README with absolute links, which the package index needs for its picture and its pages."""
+    readme = Path("README.md").read_text("utf-8")
+    readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{home}/raw/main/", readme)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{home}/blob/main/", readme)
+
+
 library = Extension(
     "fullrank.kernels.native.sums",
     ["kernels/native/sums.c"],
     depends=["kernels/native/bins.inc", "kernels/native/pairs.inc"],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
+    extra_link_args=STRIP.get(sys.platform, []),
     export_symbols=[
         f"{name}_float{bits}"
         for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate", "rates")
@@ -61,4 +80,12 @@ library = Extension(
     ],
     optional=True,  # without a compiler torch computes the same
 )
-setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary, "build_py": BuildModules})
+config = ConfigParser()
+config.read("setup.cfg", encoding="utf-8")
+home = config["metadata"]["url"]
+setup(
+    long_description=long_description(home),
+    project_urls={"Changelog": f"{home}/blob/main/CHANGELOG.md", "Issues": f"{home}/issues", "Source": home},
+    ext_modules=[library],
+    cmdclass={"bdist_wheel": BuildWheel, "build_ext": BuildLibrary, "build_py": BuildModules},
+)

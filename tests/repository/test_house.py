@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -48,32 +49,52 @@ def _source(module):
 
 
 @pytest.mark.slow
-def test_wheel_has_the_package_and_nothing_else(tmp_path):
-    """Built from the files that git knows or would add."""
+def test_sdist_has_the_repository_and_the_wheel_the_package(tmp_path):
+    """The sdist from the files that git knows or would add, and the wheel from the sdist, as a release builds them."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("needs a git checkout to know which files belong to the repository")
     listing = subprocess.check_output(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-    for path in map(Path, filter(None, listing.split("\0"))):
-        if (ROOT / path).is_file():  # the listing has files that are deleted but still in the index
-            target = tmp_path / "source" / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / path, target)
-    options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(tmp_path / "source")]
+    # The listing has files that are deleted but still in the index.
+    files = {name for name in listing.split("\0") if (ROOT / name).is_file()}
+    for name in files:
+        target = tmp_path / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
     # One set of instructions: for all of them the compiler takes ten seconds.
     environment = os.environ | ({} if os.name == "nt" else {"CFLAGS": "-DMANY="})
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
+
+    def run(*command):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path / "source",
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert done.returncode == 0, done.stdout
+
+    run("setup.py", "-q", "sdist", "--dist-dir", tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {name for name in names if not name.startswith("fullrank.egg-info/")} - {"PKG-INFO"} == files
+
+    options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
+    run("-m", "pip", "wheel", *options, tmp_path, sdist)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     expected = {f"fullrank/{_source(module).relative_to(ROOT).as_posix()}" for module in MODULES}
     library = {name for name in names if name.endswith((".library", ".record"))}  # not without a compiler
     assert names - library == expected | {"fullrank/py.typed"}
     assert len(library) == 2 * (shutil.which("cc") is not None)
-    assert wheel.name.startswith(f"fullrank-{fullrank.__version__}-")
+    assert wheel.name.startswith(f"fullrank-{fullrank.__version__}-py3-none-")
+    # The package index shows README, where only absolute links work.
+    links = re.findall(r"\]\((?!#)(.*?)\)", metadata)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_every_package_folder_is_listed():
