@@ -1,6 +1,6 @@
 """Which way to gather is off by W: the gradient of each known way, compared with one process that holds all rows.
 
-Usage: python benchmarks/gradient_scale.py [--worlds 2 4] [--quick] [--out FOLDER]
+Usage: python benchmarks/gradient_scale.py [--worlds 2 4 8] [--quick] [--out FOLDER]
 
 A small network scores rows, a learned scale (a temperature used after the gather) multiplies the gathered scores, and
 Smooth-AP is the loss. Everything is in float64 under DistributedDataParallel, which averages gradients over the W
@@ -11,7 +11,7 @@ ratio. The logged loss is the mean over the ranks.
 
 Smooth-AP is a mean over positives, so a rank may also rank only its own positives against all gathered rows, as
 contrastive losses do with their anchors ("own rows"). Such a mean of means needs the same number of positives on every
-rank, which equal shards have. Uneven shards are marked; their sizes are as 1 to 2 to ... to W. Takes half a minute.
+rank, which equal shards have. Uneven shards are marked; their sizes are as 1 to 2 to ... to W. Takes a minute.
 Writes gradient_scale.json; a quick run (only W = 2) writes only with ``--out``.
 """
 
@@ -228,7 +228,7 @@ def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "gradient_scale")
     script.parser.add_argument(
-        "--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)"
+        "--worlds", type=int, nargs="+", default=[2, 4, 8], help="numbers of processes (default: 2 4 8)"
     )
     options = script.start()
     worlds = [2] if options.quick else options.worlds
