@@ -1,16 +1,17 @@
-"""Check the installed wheel: its library in C is found and used, and README's first block prints what README says.
+"""Check the installed wheel: its library in C is found and used, and README's first blocks print what README says.
 
 Where torch has no wheel, as on musl, the library alone is called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
-import io
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -50,13 +51,22 @@ def take_step() -> None:
 
 
 def run_readme() -> None:
-    """Run the first block of README that prints, and compare what it prints."""
-    found = re.search(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(found[1], {})
-    assert out.getvalue().split() == found[2].split(), out.getvalue()
-    print(out.getvalue(), end="")
+    """Run the blocks of README that print, and compare what they print: programs of a shell block, and Python."""
+    blocks = re.findall(
+        r"```(sh|python)\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README.read_text("utf-8"), re.DOTALL
+    )
+    assert {language for language, _, _ in blocks} == {"sh", "python"}
+    for language, code, expected in blocks:
+        if language == "sh":
+            programs = re.findall(r"^python (.*?) *(?:#.*)?$", code, re.MULTILINE)
+        else:
+            programs = [f"-c {shlex.quote(code)}"]
+        outputs = [
+            subprocess.run([sys.executable, *shlex.split(given)], stdout=subprocess.PIPE, text=True, check=True).stdout
+            for given in programs
+        ]
+        print("".join(outputs), end="")
+        assert "".join(outputs).split() == expected.split()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 Usage: python docs/make_pictures.py [--out FOLDER]
 
-Needs matplotlib and numpy, not fullrank. The numbers of nodes and bins are those for float32.
+Needs matplotlib and numpy, not fullrank. The numbers of nodes and bins are those for float32, the gradients those of
+benchmarks/results/gradient_scale.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -20,12 +22,15 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from figures import BLUE, GRID, INK, MUTED, ORANGE, RC, SHADE, save
+from figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE, RC, SHADE, panels_of, save
 
 BIN, REACH = 4.0, 9  # coarse bins in temperatures, and how many of them ceil(34 / 4) reaches
 FINE, P, Q = 16, 4, 14
 TARGET = "#b9d5ea"
 LEVELS = {"rows": 0.0, "fine": 1.0, "coarse": 2.0}
+
+GRADIENTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gradient_scale.json"
+WAYS = (("fullrank", "right: fullrank", BLUE), ("no_gather", "own rows", ORANGE), ("swapped", "usual gather", GREEN))
 
 
 def chebyshev(count: int) -> np.ndarray:
@@ -101,12 +106,34 @@ def draw(path: Path) -> None:
         save(figure, path)
 
 
+def draw_gradients(path: Path) -> None:
+    """Draw gradient.svg: each gradient by its part along that of one process, and its part across it."""
+    records = json.loads(GRADIENTS.read_text("utf-8"))["gradient_scale"]
+    found = {(record["world_size"], record["key"]): (record["encoder"], record["error"]) for record in records}
+    with panels_of(3, 4.4, sharex=True) as (figure, panels):
+        for axes, world_size in zip(panels[:, 0], (2, 4, 8)):
+            for height, (key, label, colour) in enumerate(WAYS):
+                share, error = found[world_size, key]
+                across = max(error**2 - (share - 1) ** 2, 0.0) ** 0.5
+                arrow = {"arrowstyle": "-|>,head_width=0.3", "color": colour, "linewidth": 4 - height, "shrinkA": 0}
+                axes.annotate("", (share, across), (0, 0), arrowprops=arrow | {"shrinkB": 0, "mutation_scale": 14})
+                place = (share, across - 0.07) if key == "swapped" else (share + 0.03, across)
+                axes.text(*place, label, color=colour, va="top" if key == "swapped" else "center")
+            axes.set(ylim=(-0.35, 0.85), yticks=[0, 0.5], xlim=(0, 1.75), xticks=[0, 0.5, 1, 1.5])
+            axes.set_title(f"{world_size} processes")
+        axes.set_xlabel("along the gradient of one process with all rows")
+        figure.supylabel("across it", fontsize=10, color=INK)
+        save(figure, path)
+
+
 def main() -> None:
     """Draw every picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(__file__).resolve().parent / "images"
     parser.add_argument("--out", type=Path, default=folder, help="folder for the pictures (default: docs/images)")
-    draw(parser.parse_args().out / "linear-time.svg")
+    out = parser.parse_args().out
+    draw(out / "linear-time.svg")
+    draw_gradients(out / "gradient.svg")
 
 
 if __name__ == "__main__":

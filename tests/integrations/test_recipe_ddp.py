@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 pytestmark = pytest.mark.slow
 
-DEFINITIONS, BALANCED, MAIN, BEST = blocks("recipes/ddp.md")
+_, DEFINITIONS, BALANCED, MAIN, BEST = blocks("recipes/ddp.md")
 LIMIT = 1e-6  # of what the training has changed; in float64, since Adam blows up the rounding of small gradients
 SIZE = 16
 

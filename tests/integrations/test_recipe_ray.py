@@ -1,4 +1,4 @@
-"""docs/recipes/ray.md: README's loop in a TorchTrainer, and under torchrun on two nodes, trains as under torchrun."""
+"""docs/recipes/ray.md: the loop of ddp.md trains in a TorchTrainer, and on two nodes, as under torchrun."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from pages import PAGES, blocks
+from pages import PAGES, block_with, blocks
 from scripts import run_script
 
 pytestmark = pytest.mark.full
 
 (SCRIPT,) = blocks("recipes/ray.md")
-(README,) = (block for block in blocks("README.md") if block.startswith("# train.py"))
+SHORT = block_with("recipes/ddp.md", "# short.py")
 # A small store and two processors; nothing leaves the machine.
 LOCAL = (
     "ray.init(address='local', num_cpus=2, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, "
@@ -35,8 +35,8 @@ def loop(script: str) -> str:
 
 
 def loss_of(script: str, folder: Path, processes: int) -> float:
-    """Return the last loss of README's script, with all digits."""
-    path = folder / "readme.py"
+    """Return the last loss of a script, with all digits."""
+    path = folder / "short.py"
     path.write_text(script.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
     done = run_script(path, cwd=folder, processes=processes)
     assert done.returncode == 0, done.stderr
@@ -44,9 +44,9 @@ def loss_of(script: str, folder: Path, processes: int) -> float:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: the extra `ray`")
-def test_the_loop_of_readme_in_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_of_the_script_in_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control compares the rows of each process alone."""
-    assert loop(SCRIPT) == loop(README)
+    assert loop(SCRIPT) == loop(SHORT)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("trainer = ", LOCAL + "trainer = "), encoding="utf-8")
@@ -54,12 +54,12 @@ def test_the_loop_of_readme_in_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = float(done.stdout.splitlines()[-1])
-    assert found == pytest.approx(loss_of(README, tmp_path, 2), rel=2e-6)  # float32
-    alone = README.replace("SmoothAPLoss(", "SmoothAPLoss(gather_distributed=False, ")
+    assert found == pytest.approx(loss_of(SHORT, tmp_path, 2), rel=2e-6)  # float32
+    alone = SHORT.replace("SmoothAPLoss(", "SmoothAPLoss(gather_distributed=False, ")
     assert found != pytest.approx(loss_of(alone, tmp_path, 2), rel=1e-3)
 
 
-def test_the_loop_of_readme_on_two_nodes(tmp_path: Path) -> None:
+def test_the_loop_of_the_script_on_two_nodes(tmp_path: Path) -> None:
     """Two agents of torchrun on this machine, with one process each."""
     (line,) = re.findall(r"^torchrun .*", PAGES["recipes/ray.md"], re.MULTILINE)
     with socket.socket() as free:
@@ -67,7 +67,7 @@ def test_the_loop_of_readme_on_two_nodes(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     here = line.replace("node0:29500", f"127.0.0.1:{port}").replace("--nproc-per-node 8", "--nproc-per-node 1")
     assert here != line
-    (tmp_path / "train.py").write_text(README.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(SHORT.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *shlex.split(here)[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -76,5 +76,5 @@ def test_the_loop_of_readme_on_two_nodes(tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], outputs
     (printed,) = [out for out, _ in outputs if out]  # the first of all processes prints
     found = float(re.match(r"loss ([\d.]+),", printed)[1])  # type: ignore[index]
-    assert found == pytest.approx(loss_of(README, tmp_path, 2), rel=2e-6)
-    assert found != pytest.approx(loss_of(README, tmp_path, 1), rel=1e-3)  # the control: one process
+    assert found == pytest.approx(loss_of(SHORT, tmp_path, 2), rel=2e-6)
+    assert found != pytest.approx(loss_of(SHORT, tmp_path, 1), rel=1e-3)  # the control: one process

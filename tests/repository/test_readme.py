@@ -1,60 +1,46 @@
-"""Every Python block of README.md runs: the first in this process, the recipe over ranks in two."""
+"""README.md: what it shows runs and prints what it says, and it stays a front page."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pages
 import pytest
-import torch
-from pages import assert_printed
 from scripts import run_script
 
-import fullrank
-
-block_with = partial(pages.block_with, "README.md")
-
-
-def test_no_block_is_left_out() -> None:
-    assert len(pages.blocks("README.md")) == 3
+README = pages.PAGES["README.md"]
+((CODE, EXPECTED),) = pages.printing_blocks("README.md")
+(PROGRAMS, PRINTED) = re.findall(r"```sh\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README, re.DOTALL)[0]
 
 
-def test_the_added_line() -> None:
+def test_the_front_page_is_short_and_its_first_code_comes_early() -> None:
+    assert len(README.split()) <= 650
+    assert README[: README.index("```python")].count("\n") < 30
+
+
+def test_the_six_lines() -> None:
     names: dict = {}
-    assert_printed(pages.output_of(block_with("# the added line"), names), "1.238")
-    # Positives at places 2 of 4, 1 and 3 of 4, 1 of 4: AP of 1/2, 5/6 and 1.
-    added = names["loss"] - torch.nn.CrossEntropyLoss()(names["logits"], names["targets"])
-    assert added.item() == pytest.approx(1 - (1 / 2 + 5 / 6 + 1) / 3, abs=2e-2)
-    assert names["logits"].grad.abs().sum() > 0
+    printed = pages.output_of(CODE, names)
+    assert printed == EXPECTED
+    # Positives at places 2 and 4 of 4: an average precision of 1/2.
+    assert names["loss"].item() == pytest.approx(1 / 2, abs=1e-2)
 
 
 @pytest.mark.slow
-def test_the_ddp_recipe(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(block_with("# train.py"), encoding="utf-8")
+def test_the_demo(tmp_path: Path) -> None:
+    """The gradients of README, and the same with four processes."""
+    assert "python -m fullrank.demo" in PROGRAMS
+    done = run_script("fullrank.demo", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, PRINTED), done.stderr
+    done = run_script("fullrank.demo", 4, cwd=tmp_path)
+    assert [line.split()[-2:] for line in done.stdout.splitlines()[2:]] == [["0.25", "0.75"], ["1.00", "0.00"]]
+
+
+@pytest.mark.slow
+def test_the_short_script_of_the_ddp_page(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(pages.block_with("recipes/ddp.md", "# short.py"), encoding="utf-8")
     done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"loss \d\.\d{4}, temperature \d\.\d\d\n", done.stdout), done.stdout
-
-
-def test_the_window_of_token_sums(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradient of the last step is that of one batch; over ranks tests/accumulation/test_accumulate.py holds it."""
-    names: dict = {}
-    exec(block_with("def train_epoch"), names)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)).double()
-    loader = []
-    for length in (3, 9):
-        tokens = torch.randint(0, 5, (2, length))
-        loader.append({"input_ids": tokens, "labels": tokens})
-    names["train_epoch"](model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    sums = [fullrank.causal_lm_loss(model(batch["input_ids"]), batch["labels"], num_items=20) for batch in loader]
-    total = sum(sums)
-    total.backward()
-    for mine, parameter in zip(found, model.parameters()):
-        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
-    assert float(capsys.readouterr().out) == pytest.approx(float(total.detach()), rel=1e-12)
