@@ -46,6 +46,11 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Return the public names: those of ``__all__``, the subpackages with further ones, and the version."""
+    return [*__all__, "__config__", "__version__", "data", "integrations", "large", "losses", "metrics"]
+
+
 __all__ = [
     "BCEWithLogitsLoss",
     "CombinedLoss",

@@ -10,6 +10,7 @@ C reads memory as it is told. Every tensor passes :func:`_address` on its way th
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import zlib
@@ -37,12 +38,10 @@ _CHOICES = {"0": False, "false": False, "off": False, "1": True, "true": True, "
 def _load() -> dict[torch.dtype, dict[str, Any]]:
     """Return the functions of the library by dtype and name; none where it cannot be used, with a warning.
 
-    Without a library there is no warning: there may be no compiler.
+    Without a library the warning comes with the first step: not everybody takes one on the host.
     """
-    choice, path = os.environ.get("FULLRANK_NATIVE") or "1", Path(__file__).with_name("sums.library")
-    if choice.lower() not in _CHOICES:
-        raise ValueError(expected("FULLRANK_NATIVE", "0, 1, true, false, on or off", choice))
-    if not (_CHOICES[choice.lower()] and path.exists()):
+    path = _path()
+    if path is None or not path.exists():
         return {}
     reason = _difference_from_record(path)
     try:
@@ -69,6 +68,24 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
     return functions
 
 
+def _path() -> Path | None:
+    """Return where the library is or should be; None if the user leaves it out."""
+    choice = os.environ.get("FULLRANK_NATIVE") or "1"
+    if choice.lower() not in _CHOICES:
+        raise ValueError(expected("FULLRANK_NATIVE", "0, 1, true, false, on or off", choice))
+    return Path(__file__).with_name("sums.library") if _CHOICES[choice.lower()] else None
+
+
+@functools.cache
+def _warn_if_missing() -> None:
+    """Say once, at the first step that torch computes for it, that there is no library: pip found no compiler."""
+    path = _path()
+    if path is not None and not path.exists():
+        fix = "Install a wheel, or install again with a C compiler. FULLRANK_NATIVE=0 on all ranks turns this off."
+        words = Words("none, so torch computes the same, three to seven times as long")
+        warn(expected("kernels/native/sums.library", "the library in C", words, fix))
+
+
 def _difference_from_record(path: Path) -> str:
     """Return how the library differs from the record that setup.py wrote next to it; "" if it does not.
 
@@ -92,6 +109,8 @@ KERNELS = "native" if FUNCTIONS else "torch"
 
 def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
     """Return whether the library has functions for the dtype of ``scores``, and all tensors are where C reads them."""
+    if not FUNCTIONS and scores.is_cpu:
+        _warn_if_missing()
     return scores.dtype in FUNCTIONS and all(tensor is None or is_plain(tensor) for tensor in (scores, *others))
 
 

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -602,8 +603,24 @@ def test_a_library_without_sources_is_that_of_a_wheel(library: Path) -> None:
     for source in [*library.parent.glob("*.c"), *library.parent.glob("*.inc")]:
         source.unlink()
     assert native._load().keys() == native.FUNCTIONS.keys()
-    library.unlink()  # without a compiler there is none, and no warning
-    assert native._load() == {}
+
+
+def test_without_a_library_the_first_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the import, not the second step, and not where the user leaves it out."""
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(native, "FUNCTIONS", {})
+    step = functools.partial(fullrank.losses.smooth_ap, torch.tensor([[2.0], [1.0]]), torch.tensor([0, 1]))
+    for value, messages in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("FULLRANK_NATIVE", value)
+        native._warn_if_missing.cache_clear()
+        assert native._load() == {}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+            step()
+        assert len(caught) == messages
+    assert "sums.library: expected the library in C, got none" in str(caught[0].message)
+    native._warn_if_missing.cache_clear()
 
 
 @needs_extension

@@ -102,6 +102,21 @@ def test_every_package_folder_is_listed():
     assert {".".join(("fullrank", *folder.parts)) for folder in found} == set(PACKAGES) - {"fullrank"}
 
 
+def test_dir_shows_public_names_alone():
+    """Those of ``__all__``, the subpackages with further public names, and what the package says about itself."""
+    names = set(dir(fullrank))
+    assert names - set(fullrank.__all__) == {
+        "__config__",
+        "__version__",
+        "data",
+        "integrations",
+        "large",
+        "losses",
+        "metrics",
+    }
+    assert all(hasattr(fullrank, name) for name in names)
+
+
 class _Finder(doctest.DocTestFinder):
     """Finds the examples of decorated functions too.
 
