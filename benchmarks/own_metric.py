@@ -17,7 +17,7 @@ LibAUC 2 has its own optimizer and batches; without it (``pip install --no-deps 
 256, 1,024 or 4,096 rows as a whole, or 256 of its rows at a time, as 4 or 16 processes do that do not pool, or 256 rows
 and a queue of 4,096. Differences are from cross-entropy with as many rows a step.
 
-The full run takes most of an hour on one core and writes own_metric.json and the picture of the page about choosing a
+The full run takes one to two hours on one core and writes own_metric.json and the picture of the page about choosing a
 loss. ``--part 1/2`` and ``--part 2/2`` fill two caches at a time; with both in one file a run without it needs seconds.
 Needs the ``bench`` extra.
 """
