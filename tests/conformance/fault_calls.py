@@ -156,7 +156,7 @@ _BAD_GRADES = {
 _BAD_PAIRS = {
     "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
     "integers": _wrong("queries", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
-    "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(queries.dtype)."),
+    "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(torch.float64)."),
     "dimensions": _wrong("keys", lambda x: x[:, 0], "ValueError", "keys: expected shape (N, D)"),
     "number of keys": _wrong("keys", lambda x: x[1:], "ValueError", "Row i of the keys is the positive of row i"),
     "width of queries": _wrong("queries", lambda x: x[:, :2], "ValueError", "keys: expected shape"),
