@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.group import resolve_group
 from ..distributed.header import Offer, agree_on
-from ..errors import check_choice, check_count, check_int, expected
+from ..errors import check_count, check_int, expected
 from ..kernels.costs import costs_of
 from ..kernels.registration import exact
 from ..losses.arguments import completed
@@ -19,8 +19,7 @@ from ..losses.embeddings.retrieval import checked_labels
 from ..losses.rows import checked_embeddings, unit_rows
 from .torchmetrics_private import GatheredMetric
 
-Role = Literal["both", "queries", "keys"]
-_ROLES = ("both", "queries", "keys")
+_BOTH, _QUERY, _KEY = range(3)  # what a row is
 _MOST_VALUES = 7  # with the number of queries they fit into one header
 
 
@@ -47,11 +46,13 @@ class EmbeddingMetric(GatheredMetric):
     """
 
     full_state_update = False
+    result_shape = ()
     higher_is_better = True
     is_differentiable = False
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
     own_argument: str  # that of the subclass, for ``repr``
+    num_values = 1  # L, of a query
     row_states = "embeddings", "labels", "roles"
     embeddings: list[Tensor]
     labels: list[Tensor]
@@ -64,27 +65,48 @@ class EmbeddingMetric(GatheredMetric):
         for name in self.row_states:
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
-    def update(self, embeddings: Tensor, labels: Tensor, *, role: Role = "both") -> None:
-        """Add rows.
+    def update(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        *,
+        references: Tensor | None = None,
+        reference_labels: Tensor | None = None,
+    ) -> None:
+        """Add rows, each a query that ranks all others, or with ``references`` queries and the rows that they rank.
+
+        The references of all updates and ranks are ranked for every query. Updates of queries alone, or of references
+        alone, pass (0, D) for the other.
 
         Args:
             embeddings: (N, D) of any floating dtype.
-            labels: (N,) or (N, 1) integers or bools.
-            role: what the rows are: ``"queries"``, the ``"keys"`` that queries rank, or ``"both"``. For pairs call it
-                twice, with a label of its own for each pair.
+            labels: (N,) or (N, 1) integers or bools. For pairs, such as images and texts, a number of the pair.
+            references: (M, D), the rows to rank; they are no queries.
+            reference_labels: (M,) or (M, 1).
         """
-        check_choice("role", role, _ROLES)
-        rows = checked_embeddings("embeddings", embeddings, self.num_features)
-        targets = checked_labels(labels, embeddings)
-        kept = targets != self.ignore_index
-        self.embeddings.append(unit_rows(rows.detach().float()[kept]))
-        self.labels.append(targets[kept])
-        self.roles.append(torch.full_like(self.labels[-1], _ROLES.index(role)))
+        if (references is None) != (reference_labels is None):
+            missing = "references" if references is None else "reference_labels"
+            raise ValueError(expected(missing, "a tensor, because the other one is given", None, "Pass both or none."))
+        parts = [("embeddings", embeddings, labels, _BOTH if references is None else _QUERY)]
+        if references is not None and reference_labels is not None:
+            parts.append(("references", references, reference_labels, _KEY))
+        width, added = self.embeddings[0].shape[1] if self.embeddings else self.num_features, []
+        for name, given, its_labels, role in parts:
+            rows = checked_embeddings(name, given)
+            if width not in (None, rows.shape[1]):
+                raise ValueError(expected(name, f"shape (N, {width}), as num_features or the other rows", rows))
+            targets = checked_labels(its_labels, rows, name)
+            kept, width = targets != self.ignore_index, rows.shape[1]
+            added.append((unit_rows(rows.detach().float()[kept]), targets[kept], role))
+        for unit, targets, role in added:
+            self.embeddings.append(unit)
+            self.labels.append(targets)
+            self.roles.append(torch.full_like(targets, role))
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Any:
         """Return the mean over the queries of all updates, and of all ranks when it synchronizes; float64."""
         rows, labels, roles = self.rows()
-        (queries,), (keys,) = (roles != 2).nonzero(as_tuple=True), (roles != 1).nonzero(as_tuple=True)
+        (queries,), (keys,) = (roles != _KEY).nonzero(as_tuple=True), (roles != _QUERY).nonzero(as_tuple=True)
         group = None
         if self.has_rows_of_all_ranks and self.dist_sync_fn is None:
             group = resolve_group(self.process_group, name="process_group")
@@ -92,14 +114,18 @@ class EmbeddingMetric(GatheredMetric):
         sums = exact(self._sums)(rows, labels, queries, keys)
         agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: Offer(None, totals=sums.tolist()))
         total = sums.new_tensor(agreed.totals).sum(dim=0)[: len(sums)]
-        value = total[:-1] / total[-1]
-        return value if bool(rows.isfinite().all()) else value * math.nan
+        values = total[:-1] / total[-1]
+        return self._result(values if bool(rows.isfinite().all()) else values * math.nan)
+
+    def _result(self, values: Tensor) -> Any:
+        """Return what ``compute`` does, from the means (L,)."""
+        return values[0]
 
     @torch.no_grad()
     def _sums(self, rows: Tensor, labels: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the sums of the values of the queries (L,), and the number of valid ones after them, float64."""
         candidates, of_candidates = rows[keys], labels[keys]
-        sums = torch.zeros(math.prod(self.result_shape) + 1, dtype=torch.float64, device=rows.device)
+        sums = torch.zeros(self.num_values + 1, dtype=torch.float64, device=rows.device)
         for block in queries.split(max(1, costs_of(rows.device).similarities_at_once // max(1, len(keys)))):
             scores = rows[block] @ candidates.t()  # [b, K]
             scores.masked_fill_(block[:, None] == keys, -math.inf)  # a query does not rank itself
@@ -133,14 +159,15 @@ class EmbeddingRecall(EmbeddingMetric):
     For the keys of pairs it is the share of the queries whose key is among the first k.
 
     Args:
-        k: a number >= 1, or up to 7 of them, of which ``compute`` returns a value each.
+        k: up to 7 numbers >= 1: ``compute`` returns a dictionary with a scalar for each. Or one number: it returns a
+            scalar, which a MetricCollection with a prefix needs.
 
     Example:
         >>> import torch
         >>> metric = EmbeddingRecall(k=(1, 2))
         >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
         >>> metric.compute()
-        tensor([0.5000, 1.0000], dtype=torch.float64)
+        {1: tensor(0.5000, dtype=torch.float64), 2: tensor(1., dtype=torch.float64)}
 
     Reference:
         Jegou et al., Product Quantization for Nearest Neighbor Search, PAMI 2011.
@@ -160,13 +187,17 @@ class EmbeddingRecall(EmbeddingMetric):
         if not 0 < len(numbers) <= _MOST_VALUES:
             raise ValueError(expected("k", f"1 to {_MOST_VALUES} numbers", k))
         super().__init__(num_features, ignore_index, **kwargs)
-        self.k = [check_count("k", number, 1) for number in numbers]
-        self.result_shape = (len(self.k),) if isinstance(k, Sequence) else ()
+        checked = tuple(check_count("k", number, 1) for number in numbers)
+        self.k = checked if isinstance(k, Sequence) else checked[0]
+        self.num_values = len(checked)
+
+    def _result(self, values: Tensor) -> Any:
+        return dict(zip(self.k, values.unbind())) if isinstance(self.k, tuple) else values[0]
 
     def _values(self, scores: Tensor, right: Tensor) -> Tensor:
         best = scores.masked_fill(~right, -math.inf).amax(dim=1, keepdim=True)
         before = ((scores >= best) & ~right).sum(dim=1, keepdim=True)  # [b, 1] wrong rows
-        return before < before.new_tensor(self.k)
+        return before < before.new_tensor(self.k).reshape(-1)
 
 
 @completed()
@@ -191,7 +222,7 @@ class EmbeddingAveragePrecision(EmbeddingMetric):
         Musgrave et al., A Metric Learning Reality Check, ECCV 2020 (mAP@R).
     """
 
-    own_argument, result_shape = "at_r", ()
+    own_argument = "at_r"
 
     def __init__(
         self, at_r: bool = False, *, num_features: int | None = None, ignore_index: int = -100, **kwargs: Any

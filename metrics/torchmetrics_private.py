@@ -79,7 +79,8 @@ class GatheredMetric(Metric):
             finally:
                 self._update_count = count
             # torchmetrics squeezes (1,) to ().
-            return value if value.shape == self.result_shape else value.reshape(self.result_shape)
+            has_shape = isinstance(value, dict) or value.shape == self.result_shape
+            return value if has_shape else value.reshape(self.result_shape)
 
         return wrapper
 

@@ -429,8 +429,10 @@ def embeds(call: Callable[..., Any], given: dict[str, Any], kind: str = "") -> P
         batch = own(rows, labels) if is_spread else [rows, labels]
         metric.update(*batch)
         if kind:
-            call(metric, *batch)
-        found.append(metric.compute())
+            others = [make() for make in given.values()]
+            call(metric, *batch, **dict(zip(given, own(*others) if is_spread else others)))
+        value = metric.compute()
+        found.append(torch.stack([*value.values()]) if isinstance(value, dict) else value)
     return [(found[0], found[1])]
 
 
@@ -468,7 +470,8 @@ def metrics() -> list[Call]:
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
     for kind, settings in (("EmbeddingRecall", {"k": 3}), ("EmbeddingAveragePrecision", {"at_r": True})):
         found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]
-        found.append(Call(f"{kind}.update", {"role": "keys"}, partial(embeds, kind=kind)))
+        others = {"references": lambda: draw(17, 4, seed=2), "reference_labels": lambda: torch.arange(17) % 5}
+        found.append(Call(f"{kind}.update", others, partial(embeds, kind=kind)))
     return found
 
 

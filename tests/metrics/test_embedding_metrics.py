@@ -42,25 +42,36 @@ def by_loops(rows: Tensor, labels: Tensor, is_query: list[bool], is_key: list[bo
     return {"recall": recall, "precision": [precision], "at r": [at_r]}
 
 
+def values_of(metric: Any) -> list[float]:
+    """Return the values of a metric; the first has one for each k."""
+    value = metric.compute()
+    assert not isinstance(value, dict) or tuple(value) == K
+    return [float(one) for one in (value.values() if isinstance(value, dict) else [value])]
+
+
 def metrics(**options: Any) -> dict[str, Any]:
     precision, at_r = (EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True))
     return {"recall": EmbeddingRecall(K, **options), "precision": precision, "at r": at_r}
 
 
-@pytest.mark.parametrize("with_roles", [False, True], ids=["both", "roles"])
-def test_they_are_their_definitions(with_roles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several updates and blocks. The control: the other roles."""
+@pytest.mark.parametrize("with_references", [False, True], ids=["alone", "references"])
+def test_they_are_their_definitions(with_references: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several updates and blocks, with references alone too. The control: other queries."""
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=150))
     rows, labels = rows_of(60)
-    half = [index < 30 for index in range(60)]
-    both = [True] * 60
-    expected = by_loops(rows, labels, half if with_roles else both, [not one for one in half] if with_roles else both)
-    control = by_loops(rows, labels, both if with_roles else half, both)
+    queries = [index < 30 or not with_references for index in range(60)]
+    keys = [index >= 30 or not with_references for index in range(60)]
+    expected = by_loops(rows, labels, queries, keys)
+    control = by_loops(rows, labels, [index < 30 or with_references for index in range(60)], [True] * 60)
     for name, metric in metrics().items():
-        for part, role in ((slice(0, 30), "queries"), (slice(30, 41), "keys"), (slice(41, 60), "keys")):
-            metric.update(rows[part], labels[part], role=role if with_roles else "both")
-        assert metric.compute().reshape(-1).tolist() == pytest.approx(expected[name], rel=1e-12)
-        assert metric.compute().reshape(-1).tolist() != pytest.approx(control[name], rel=1e-4)
+        for own, others in ((slice(0, 30), slice(30, 41)), (slice(0, 0), slice(41, 60))):
+            if with_references:
+                metric.update(rows[own], labels[own], references=rows[others], reference_labels=labels[others])
+            else:
+                for part in (own, others):
+                    metric.update(rows[part], labels[part])
+        assert values_of(metric) == pytest.approx(expected[name], rel=1e-12)
+        assert values_of(metric) != pytest.approx(control[name], rel=1e-4)
 
 
 def test_they_are_those_of_pytorch_metric_learning() -> None:
@@ -76,7 +87,7 @@ def test_they_are_those_of_pytorch_metric_learning() -> None:
     ours = {"recall": names[0], "precision": names[1], "at r": names[2]}
     for name, metric in metrics().items():
         metric.update(rows, labels)
-        assert float(metric.compute().reshape(-1)[0]) == pytest.approx(expected[ours[name]], rel=1e-6)
+        assert values_of(metric)[0] == pytest.approx(expected[ours[name]], rel=1e-6)
 
 
 @on_ranks()
@@ -91,7 +102,7 @@ def test_over_ranks_they_are_those_of_one_process(rank: int) -> None:
             for index in range(part.start, part.stop) if rank else ():
                 if cuts[rank] <= index < cuts[rank + 1]:
                     metric.update(rows[index : index + 1], labels[index : index + 1])
-            assert metric.compute().reshape(-1).tolist() == pytest.approx(expected[name], rel=1e-12)
+            assert values_of(metric) == pytest.approx(expected[name], rel=1e-12)
         assert first[name] != pytest.approx(whole[name], rel=1e-4)
     alone = EmbeddingRecall(K)
     if rank:
@@ -106,17 +117,20 @@ def test_ties_and_what_is_not_finite() -> None:
     labels = torch.arange(12) % 3
     for metric in metrics().values():
         metric.update(torch.randn(3, 4), torch.arange(3))
-        assert metric.compute().isnan().all()
+        assert all(map(math.isnan, values_of(metric)))
         metric.reset()
         metric.update(torch.full((4, 4), math.nan), torch.zeros(4).long())
-        assert metric.compute().isnan().all()
+        assert all(map(math.isnan, values_of(metric)))
     recall, precision = EmbeddingRecall(1), EmbeddingAveragePrecision(at_r=True)
     for metric in (recall, precision):
         metric.update(torch.ones(12, 4), labels)
         assert metric.compute() == 0
     with pytest.raises(ValueError, match="k: expected 1 to 7 numbers"):
         EmbeddingRecall(range(1, 9))
-    with pytest.raises(ValueError, match="role: expected one of 'both', 'queries', 'keys'"):
-        recall.update(torch.ones(12, 4), labels, role="key")
+    with pytest.raises(ValueError, match="reference_labels: expected a tensor, because the other one is given"):
+        recall.update(torch.ones(12, 4), labels, references=torch.ones(12, 4))
+    with pytest.raises(ValueError, match=r"references: expected shape \(N, 4\), as num_features or the other rows"):
+        recall.update(torch.ones(12, 4), labels, references=torch.ones(12, 5), reference_labels=labels)
+    assert recall.compute() == 0
     with pytest.raises(TypeError, match="at_r: expected True or False"):
         EmbeddingAveragePrecision(1)
