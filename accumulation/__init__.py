@@ -1,9 +1,10 @@
 """One loss over several micro-batches: the gradient of the whole window, in the memory of one micro-batch."""
 
-from .accumulate import Step, accumulate
+from .accumulate import accumulate
 from .deferred_mean import DeferredMean
 from .pipeline_mean import PipelineMean
 from .pooled_backward import pooled_backward
+from .step import Step
 from .token_count import count_valid_tokens
 from .window import windows
 

@@ -24,17 +24,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
-from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import Offer, agree_on, failure, public_class, reason_of
+from ..distributed.group import Group, group_ranks
+from ..distributed.header import Offer, agree_on, failure
 from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
 from ..errors import Words, check_positive, expected
-from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
+from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
-from .accumulate import SUM_UP, Step, Terms, check_summed_loss, gathered_loss_message
+from .step import Step
+from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message
+from .sync_groups import SyncEntry, plan_sums, read_sync_groups
 from .token_count import check_scalar
 from .window import Window, open_window
+from .window_sums import Terms
 
 B = TypeVar("B")
 
@@ -307,7 +310,7 @@ class DeferredMean:
         """
         sums = self._sums
 
-        def bring() -> Offer[tuple[list[Entry], list[_SyncEntry], set[str]]]:
+        def bring() -> Offer[tuple[list[Entry], list[SyncEntry], set[str]]]:
             if sums.num_calls == 0:
                 fix = "A second sync would add and divide final gradients again. Call backward first."
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
@@ -317,7 +320,7 @@ class DeferredMean:
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", got, fix))
             entries = distinct_entries(self._model)
-            to_sync = _read_sync_groups(sync_groups, entries)
+            to_sync = read_sync_groups(sync_groups, entries)
             paired = {id(parameter) for listed, _, is_pair in to_sync if is_pair for _, parameter in listed}
             unmanaged = sync.unmanaged if self._group is None else []
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
@@ -333,7 +336,7 @@ class DeferredMean:
             entries, to_sync, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             if to_sync:
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(_plan_sums(to_sync, sums.num_terms))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(plan_sums(to_sync, sums.num_terms))).value
         except Exception:
             self._forget_forwards()
             raise
@@ -418,15 +421,15 @@ class _SumStep(Step):
     @property
     def sums(self) -> tuple[float, float, tuple[torch.device, torch.dtype]]:
         """The sum of the losses over all ranks, the number of their terms, and the device and dtype of a loss."""
-        dtype, device = self._kind
-        return self._totals[""], self._num_items, (device, dtype)
+        dtype, device = self._sums.kind
+        return self._sums.totals[""], self._sums.num_items, (device, dtype)
 
     def _checked_share(self, losses: Any, num_items: Any, weights: Any, others_prepare: bool) -> Tensor:
-        self._items.append(check_scalar(f"n of micro-batch {self._index}", num_items))
+        self._sums.items.append(check_scalar(f"n of micro-batch {self._index}", num_items))
         return super()._checked_share(losses, None, weights, others_prepare)
 
     def _has_one_term(self, term: str) -> bool:
-        return float(self._items[-1]) == 1
+        return float(self._sums.items[-1]) == 1
 
 
 def _as_count(number: float) -> int | float:
@@ -472,59 +475,3 @@ def _check_totals(call: str, totals: list[list[float]], ranks: ProcessGroup | No
         raise failed[0][1]
     if failed:
         raise failure([(rank, call, type(error).__name__, str(error)) for rank, error in failed])
-
-
-class _SyncEntry(NamedTuple):
-    """Parameters, and the group over which their gradients are added."""
-
-    parameters: list[Entry]
-    group: ProcessGroup | None  # None adds nothing; so does a group of one rank
-    is_pair: bool  # the caller listed the parameters; otherwise they are all of the model's
-
-
-def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> list[_SyncEntry]:
-    """Return the entries of ``sync_groups`` for a model of ``model_entries``; TypeError or ValueError if bad."""
-    if isinstance(sync_groups, (str, dict)) or not isinstance(sync_groups, Iterable):
-        what = "a list of groups and of (parameters, group) pairs"
-        raise TypeError(expected("sync_groups", what, sync_groups, "Pass [group] for one group."))
-    to_sync: list[_SyncEntry] = []
-    for index, item in enumerate(sync_groups):
-        is_pair = isinstance(item, (tuple, list)) and len(item) == 2
-        parameters, group = item if is_pair else (model_entries, item)
-        try:
-            listed = distinct_entries(parameters)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"sync_groups[{index}]: {error}") from error
-        ranks = None if group is None else resolve_group(group, name=f"sync_groups[{index}]")
-        to_sync.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
-    known, seen = {id(entry.parameter) for entry in model_entries}, set()
-    for index, (listed, ranks, _) in enumerate(to_sync):
-        members = () if ranks is None else tuple(group_ranks(ranks))
-        for entry in listed:
-            place, parameter = f"{entry.name} in sync_groups[{index}]", entry.parameter
-            if id(parameter) not in known:
-                raise ValueError(expected(place, "a parameter of the model", parameter))
-            if ranks is not None and (id(parameter), members) in seen:
-                fix = "It is listed in an earlier entry, alone or with all parameters of the model."
-                got = Words("a second sum over the same ranks")
-                raise ValueError(expected(place, "one sum over each group", got, fix))
-            seen.add((id(parameter), members))
-    return to_sync
-
-
-def _plan_sums(to_sync: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
-    """Return what to add over which group, after comparing it within each group; or raise the first error.
-
-    The loop continues after an error, because the ranks of the other groups wait for this one. It raises a copy of the
-    error: with one that an agreement has raised, this rank would skip the next header, in which others may wait.
-    """
-    plans, errors = [], []
-    for parameters, group, _ in to_sync:
-        if group is not None:
-            try:
-                plans.append((plan_sum(parameters, group, count), group))
-            except Exception as error:
-                errors.append(error)
-    if errors:
-        raise public_class(errors[0])(reason_of(errors[0]))
-    return plans

@@ -34,7 +34,8 @@ from ..errors import Words, check_amount, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import find_ranks, find_sync
-from .accumulate import SUM_UP, Count, check_summed_loss, gathered_loss_message, zero_loss
+from .accumulate import Count
+from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, zero_loss
 from .token_count import as_numbers, check_scalar, token_rule
 
 T = TypeVar("T")

@@ -1,0 +1,62 @@
+"""What a summed loss must be so that it can be back-propagated and divided by a count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..errors import Words, expected
+
+SUM_UP = 'Sum it up, as with reduction="sum"'
+
+
+def gathered_loss_message(name: str) -> str:
+    """Return the message for a loss that already covers the rows of all ranks, so that adding it counts them again."""
+    fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
+    return expected(name, "the sum over this rank's terms", Words("a loss over the rows of all ranks"), fix)
+
+
+def check_summed_loss(name: str, loss: Any) -> None:
+    """Raise TypeError or ValueError when ``loss`` cannot be back-propagated as a scalar."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise TypeError(expected(name, "a floating-point tensor", loss, "Pass the summed loss, with its graph."))
+    if loss.numel() != 1:
+        raise ValueError(expected(name, "one element", loss, "Use loss.sum(), the sum over the terms."))
+    if not has_graph(loss):
+        fix = "Compute it with gradients enabled, and do not detach it. A model without trainable parameters has none."
+        raise ValueError(expected(name, "a loss with a graph", Words("one without"), fix))
+
+
+def has_graph(loss: object) -> bool:
+    return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
+
+
+def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
+
+    The gradients of ``others``, which have nodes of that graph too, stay.
+
+    ``loss * 0`` is not enough: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. That
+    backward must still run, because the wrapper communicates in it. So hooks replace the gradients that each node of
+    the graph returns by zeros.
+    """
+    seen: set[Node] = set()
+    pending = [other.grad_fn for other in others]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
+            pending += [following for following, _ in node.next_functions]
+    return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0

@@ -1,0 +1,172 @@
+"""The losses of a window, summed by name, and the closing header in which the ranks add them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.gather import gather_after
+from ..distributed.group import group_ranks, header_device
+from ..distributed.header import DeviceCheck, Offer, agree_on, combined, digest
+from ..errors import RankValueError, Words, check_number, expected
+from .token_count import as_numbers, check_amounts, sums_of
+from .window import Window
+
+# Relative tolerance between the sum of num_items and the count: integers agree exactly, float32 sums of weights do not.
+_ROUNDING = 1e-5
+
+
+class Terms(NamedTuple):
+    """The counts and the multiplier of a window, by the names of the losses; a loss without a name has the name ""."""
+
+    numbers: dict[str, float]  # N, over all ranks and micro-batches
+    counts: dict[str, list[Tensor | float] | None]  # of this rank's micro-batches; None when the caller passed N
+    multiplier: float  # m
+
+    def factor(self, name: str) -> float:
+        """Return m / N, or 0 without terms."""
+        return self.multiplier / self.numbers[name] if self.numbers[name] else 0.0
+
+    @property
+    def are_named(self) -> bool:
+        """Whether the losses have names."""
+        return "" not in self.numbers
+
+
+def named(what: str, name: str) -> str:
+    """Return how a message calls ``what`` of the loss ``name``."""
+    return f"{what} of {name!r}" if name else what
+
+
+class WindowSums:
+    """The sums of a window by name: of this rank's micro-batches until they are exchanged, then over all ranks."""
+
+    def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
+        self._window, self._terms = window, terms
+        # The sums, with micro-batch and name; the device is read when they are exchanged.
+        self._losses: list[tuple[int, str, Any]] = []
+        self.items: list[Tensor | float] = []
+        self._weights: dict[str, float] = {}  # of the names in the loss of the window
+        # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
+        self._each: Tensor | None = None
+        if each:
+            counts = torch.tensor([as_numbers(each) for each in terms.counts.values() if each], dtype=torch.float64).T
+            self._each = torch.stack([torch.zeros_like(counts), counts], dim=1)
+        self.kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
+        self.totals = dict.fromkeys(terms.numbers, 0.0)  # over all ranks
+        self.num_items = self._num_with_items = 0.0  # the sum of num_items, and their number
+
+    def add(self, index: int, term: str, value: Tensor | float, weight: float) -> None:
+        """Add a detached sum of micro-batch ``index``, and the weight of its name, which does not change."""
+        kept: Any = value
+        weight = check_number(named("weight", term), weight)
+        if self._weights.setdefault(term, weight) != weight:
+            what = f"{self._weights[term]:g}, as earlier in this window"
+            raise ValueError(expected(named("weight", term), what, weight))
+        if isinstance(value, Tensor):
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self.kind = torch.promote_types(value.dtype, torch.float32), value.device
+            kept = value.tolist() if value.is_cpu else value.clone()
+        self._losses.append((index, term, kept))
+
+    def exchange(
+        self,
+        call: str,
+        items_name: str,
+        *,
+        is_early: bool,
+        error: Exception | None,
+        check: DeviceCheck | None,
+    ) -> bool:
+        """Exchange a closing header: add the sums, or raise an error, on every rank.
+
+        If any rank calls it ``is_early``, before it knows its last loss, all ranks call it again after the backward.
+
+        Returns:
+            Whether no other header follows.
+        """
+        window, terms = self._window, self._terms
+
+        def bring() -> Offer[None]:
+            if error is not None:
+                raise error
+            checks = [check_amounts([items_name] * len(self.items), self.items, window.ranks), check]
+            forwards = window.wrappers.same_forwards
+            if is_early and window.wrappers.ddp:
+                forwards = forwards._replace(value=Words("some"))  # this rank's may follow
+            values = {name: [value for _, term, value in self._losses if term == name] for name in terms.numbers}
+            if self._each is not None:
+                numbers = as_numbers([value for *_, value in self._losses])
+                for (index, name, _), value in zip(self._losses, numbers):
+                    self._each[index, 0, [*values].index(name)] += value
+            # A rank that comes early does not know its weights.
+            state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
+            items, *sums = sums_of([self.items, *values.values()], window.ranks)
+            rows = self._each
+            if rows is not None and window.ranks is not None:
+                rows = rows.to(header_device(window.ranks))
+            return Offer(
+                None,
+                {"forwards of DDP": forwards},
+                totals=(items, len(self.items), state, *sums),
+                check=combined([each for each in checks if each is not None]),
+                tensors=None if rows is None else (rows,),
+                names=("losses",),
+            )
+
+        call = f"{call} (end of the window)"
+        agreed = agree_on(call, window.ranks, bring)
+        states = [row[2] for row in agreed.totals]
+        items, num_with_items, _, *losses = map(sum, zip(*agreed.totals))
+        is_final = -1 not in states
+        for name, loss in zip(terms.numbers, losses):
+            self.totals[name] += loss
+        self.num_items += items
+        self._num_with_items += num_with_items
+        self._losses.clear()
+        self.items.clear()
+        kind = ValueError if window.ranks is None else RankValueError
+        if is_final and window.ranks is not None and len(set(states)) > 1:
+            others = [rank for rank, state in zip(group_ranks(window.ranks), states) if state != states[0]]
+            raise kind(expected("weights", "the same on every rank", Words(f"others on ranks {others}")))
+        is_complete = terms.counts.get("") is not None and self._num_with_items == sum(window.num_micro_batches)
+        number = terms.numbers.get("", 0.0)
+        if is_final and is_complete and not abs(self.num_items - number) <= _ROUNDING * number:
+            fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
+            what = f"a sum over the window equal to its count, {number:.17g}"
+            raise kind(expected("num_items", what, self.num_items, fix))
+        if is_final and self._each is not None and window.ranks is not None:
+            (gathered,) = gather_after(call, window.ranks, agreed)
+            parts = gathered.cpu().split(agreed.rows)
+            most = max(agreed.rows)
+            padded = [nn.functional.pad(part, (0, 0, 0, 0, 0, most - len(part))) for part in parts]
+            self._each = torch.stack(padded).sum(0)
+        return is_final
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of each name over all ranks, without the weights."""
+        return {name: self._as_loss(self._mean(name)) for name in self.totals}
+
+    def mean(self) -> Tensor:
+        """Return the weighted sum of the means."""
+        return self._as_loss(sum(self._weights.get(name, 1.0) * self._mean(name) for name in self.totals))
+
+    def of_each(self) -> Tensor | None:
+        """Return the weighted sum of the means of each micro-batch, (G,); None without ``each``."""
+        if self._each is None:
+            return None
+        sums, counts = self._each.unbind(1)
+        weights = torch.tensor([self._weights.get(name, 1.0) for name in self.totals], dtype=torch.float64)
+        means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
+        dtype, device = self.kind
+        return means.sum(1).to(device, dtype)
+
+    def _mean(self, name: str) -> float:
+        number = self._terms.numbers[name]
+        return self.totals[name] / number if number else 0.0
+
+    def _as_loss(self, value: float) -> Tensor:
+        dtype, device = self.kind
+        return torch.full((), value, dtype=dtype, device=device)
