@@ -171,9 +171,7 @@ class DeferredMean:
 
         def bring() -> Offer[None]:
             num_stale, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
-            if isinstance(loss_sum, Mapping):
-                what, got = "one summed loss", Words("a dict")
-                raise TypeError(expected("loss_sum", what, got, _ONE_COUNT))
+            _refuse_terms(loss_sum)
             check_summed_loss("loss_sum", loss_sum)
             self._sync.check_forwards("loss_sum", loss_sum)
             number, loss = check_scalar("n", n), loss_sum.detach()
@@ -403,7 +401,6 @@ class _SumStep(Step):
     """Back-propagates sums as they are. Their counts travel with the closing header."""
 
     _call = "DeferredMean.backward_window"
-    _items_name = "n"
     _mean_fix = f"{SUM_UP}, or pass loss * n."
 
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
@@ -413,6 +410,7 @@ class _SumStep(Step):
             result = fn(micro_batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(expected(f"fn of micro-batch {self._index}", "a pair (loss_sum, n)", result))
+            _refuse_terms(result[0])
         except Exception as error:
             self._store_or_raise(error, runs_backward=False)
         else:
@@ -425,11 +423,17 @@ class _SumStep(Step):
         return self._sums.totals[""], self._sums.num_items, (device, dtype)
 
     def _checked_share(self, losses: Any, num_items: Any, weights: Any, others_prepare: bool) -> Tensor:
-        self._sums.items.append(check_scalar(f"n of micro-batch {self._index}", num_items))
-        return super()._checked_share(losses, None, weights, others_prepare)
+        self._num_terms = self._sums.add_items(self._index, "", num_items.get(""), "n")
+        return super()._checked_share(losses, {}, weights, others_prepare)
 
     def _has_one_term(self, term: str) -> bool:
-        return float(self._sums.items[-1]) == 1
+        return float(self._num_terms) == 1
+
+
+def _refuse_terms(loss_sum: object) -> None:
+    """Raise TypeError for losses by name."""
+    if isinstance(loss_sum, Mapping):
+        raise TypeError(expected("loss_sum", "one summed loss", Words("a dict"), _ONE_COUNT))
 
 
 def _as_count(number: float) -> int | float:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
-from ..errors import Words, check_amount, expected
+from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import unseen_forward
@@ -39,7 +39,6 @@ class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
     _call = "accumulate"
-    _items_name = "num_items"
     _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
 
     def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
@@ -64,7 +63,7 @@ class Step:
         self,
         loss: Tensor | Mapping[str, Tensor],
         *,
-        num_items: Tensor | float | None = None,
+        num_items: Tensor | float | Mapping[str, Tensor | float] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
@@ -76,7 +75,7 @@ class Step:
             num_items: the number of terms if ``loss`` is their *mean* instead. A mean over 0 terms is NaN; it adds
                 nothing to value and gradient. The host does not read a tensor: for a tensor of 0 the gradient is zero
                 only if the loss turns a gradient of 0 into zeros. torch's losses do, a division by that 0 does not.
-                Not for counts by name.
+                With counts by name a mapping of the names that are means.
             weights: the factors of the names in the loss of the window, 1 for the others; the same in every
                 micro-batch and on every rank.
 
@@ -86,7 +85,7 @@ class Step:
             ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
                 ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
                 without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
-                for ``num_items`` that are negative or do not add up to the count.
+                for ``num_items`` that are not the count of the micro-batch, if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
                 It is looked for in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add
@@ -107,7 +106,7 @@ class Step:
         self,
         loss: Tensor | Mapping[str, Tensor],
         *,
-        num_items: Tensor | float | None = None,
+        num_items: Tensor | float | Mapping[str, Tensor | float] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
@@ -208,7 +207,7 @@ class Step:
     def _scale(
         self,
         loss: Tensor | Mapping[str, Tensor],
-        num_items: Tensor | float | None,
+        num_items: Tensor | float | Mapping[str, Tensor | float] | None,
         weights: Mapping[str, float] | None,
         *,
         others_prepare: bool,
@@ -220,7 +219,8 @@ class Step:
             self._num_added, self._before = self._before.count_added(), None
         try:
             losses = self._losses_of(loss, num_items, weights)
-            share = self._checked_share(losses, num_items, weights or {}, others_prepare)
+            items = num_items if isinstance(num_items, Mapping) else {} if num_items is None else {"": num_items}
+            share = self._checked_share(losses, items, weights or {}, others_prepare)
         except Exception as error:
             given = loss if isinstance(loss, Mapping) else {"": loss}
             is_whole = not isinstance(loss, Mapping) or self._recorded.union(given) >= self._terms.numbers.keys()
@@ -320,75 +320,77 @@ class Step:
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
-        numbers, is_mapping = self._terms.numbers, isinstance(loss, Mapping)
-        if is_mapping != self._terms.are_named:
-            what = (
-                f"a mapping of {list(numbers)} to summed losses" if self._terms.are_named else "a floating-point tensor"
-            )
+        numbers, are_named = self._terms.numbers, self._terms.are_named
+        if isinstance(loss, Mapping) != are_named:
+            what = f"a mapping of {list(numbers)} to summed losses" if are_named else "a floating-point tensor"
             raise TypeError(expected(name, what, loss))
-        losses = dict(loss) if is_mapping else {"": loss}
-        if losses.keys() - numbers.keys() or not losses or losses.keys() | self._recorded != numbers.keys():
+        if not are_named:
+            if weights is not None:
+                raise ValueError(expected(f"weights {where}", "None without counts by name", weights))
+            check_summed_loss(name, loss)
+            return {"": loss}
+        losses = {term: loss[term] for term in numbers if term in loss}
+        if len(losses) < len(loss) or not losses or losses.keys() | self._recorded != numbers.keys():
             what = f"the names {list(numbers)}, without those that were recorded"
             fix = "A micro-batch without terms of a name passes a sum of 0 with its graph."
-            raise ValueError(expected(name, what, Words(str(list(losses))), fix))
-        if weights is not None and not (
-            is_mapping and isinstance(weights, Mapping) and weights.keys() <= losses.keys()
-        ):
-            what = (
-                f"a mapping of names among {list(losses)} to numbers" if is_mapping else "None without counts by name"
-            )
-            raise ValueError(expected(f"weights {where}", what, weights))
-        if num_items is not None and is_mapping:
-            raise ValueError(expected(f"num_items {where}", "None with counts by name", num_items, f"{SUM_UP}."))
+            raise ValueError(expected(name, what, Words(str(list(loss))), fix))
+        for what, given in (("weights", weights), ("num_items", num_items)):
+            if given is not None and not (isinstance(given, Mapping) and given.keys() <= losses.keys()):
+                raise ValueError(
+                    expected(f"{what} {where}", f"a mapping of names among {list(losses)} to numbers", given)
+                )
         for term, each in losses.items():
             check_summed_loss(named(name, term), each)
-        return {term: losses[term] for term in numbers if term in losses}
+        return losses
 
     def _checked_share(
         self,
         losses: dict[str, Tensor],
-        num_items: Tensor | float | None,
+        num_items: Mapping[str, Tensor | float],
         weights: Mapping[str, float],
         others_prepare: bool,
     ) -> Tensor:
         """Check the losses of a micro-batch, record their sums, and return the sum of ``weight * m * S / N``."""
-        where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
-        wrappers, sync = self._window.wrappers, self._window.sync
+        name = f"loss of micro-batch {self._index}"
+        terms, wrappers, sync = self._terms, self._window.wrappers, self._window.sync
         if self._is_last or sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
             first, *others = losses.values()
             graph = sum(others, first)
             self._is_prepared = wrappers.check_forwards(name, graph, self._used, others_prepare=others_prepare)
-        totals: dict[str, Tensor] = {}
+        items = {term: self._sums.add_items(self._index, term, number) for term, number in num_items.items()}
+
+        def zero(loss: Tensor) -> Tensor:
+            others = [
+                each
+                for term, each in losses.items()
+                if terms.numbers[term] and (isinstance(number := items.get(term, 1), Tensor) or number)
+            ]
+            return zero_loss(loss, others)
+
+        shares: list[Tensor] = []
         for term, loss in losses.items():
-            self._check_sum(named(name, term), loss, term, is_mean_allowed=num_items is not None)
+            number, weight, factor = items.get(term), weights.get(term, 1.0), terms.factor(term)
+            self._check_sum(name, loss, term, is_mean_allowed=number is not None)
             # Half precision would round m / N, and float16 overflows above 65504.
             total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-            totals[term] = total.reshape(()) if total.ndim else total
-        if num_items is not None:
-            items, total = check_scalar(f"num_items {where}", num_items), totals[""]
-            if isinstance(items, Tensor):
-                number = items.to(total.device, total.dtype)
-                totals[""] = torch.where(number == 0, torch.zeros_like(total), total * number)
-            else:
-                totals[""] = total * items if check_amount(f"num_items {where}", items) else zero_loss(total)
-            self._sums.items.append(items)
-        shares: list[Tensor] = []
-        counted = [total for term, total in totals.items() if self._terms.numbers[term]]
-        for term, total in totals.items():
-            weight = weights.get(term, 1.0)
+            total = total.reshape(()) if total.ndim else total
+            if isinstance(number, Tensor):
+                number = number.to(total.device, total.dtype)
+                total = torch.where(number == 0, torch.zeros_like(total), total * number)
+            elif number is not None:
+                total = total * number if number else zero(total)
             self._sums.add(self._index, term, total.detach(), weight)
-            factor = self._terms.factor(term)
-            shares.append(total * (weight * factor) if factor else zero_loss(total, counted))
-        return sum(shares[1:], shares[0])
+            shares.append(total * (weight * factor) if factor else zero(total))
+        return sum(shares[1:], shares[0]) if len(shares) > 1 else shares[0]
 
     def _check_sum(self, name: str, loss: Tensor, term: str, *, is_mean_allowed: bool = False) -> None:
         """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""
         if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term(term):
-            raise ValueError(gathered_loss_message(name))
+            raise ValueError(gathered_loss_message(named(name, term)))
         if not is_mean_allowed and is_mean(loss) and not self._has_one_term(term):
             what = "the sum over its terms"
-            raise ValueError(expected(name, what, Words(f"a mean without {self._items_name}"), self._mean_fix))
+            raise ValueError(expected(named(name, term), what, Words("a mean"), self._mean_fix))
 
     def _has_used_ddp(self) -> bool:
         """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
@@ -418,9 +420,7 @@ class Step:
         """
         check = None if self._num_added is None else DeviceCheck(self._num_added > 0, self._added_error)
         try:
-            self._is_closed = self._sums.exchange(
-                self._call, self._items_name, is_early=is_early, error=self._error, check=check
-            )
+            self._is_closed = self._sums.exchange(self._call, is_early=is_early, error=self._error, check=check)
         except Exception:
             self._abandon()
             raise

@@ -21,6 +21,8 @@ from .window import list_micro_batches
 B = TypeVar("B")
 
 _HOST = torch.device("cpu")
+# Relative tolerance between num_items and a count: integers agree exactly, float32 sums of weights do not.
+_ROUNDING = 1e-5
 # Keys whose name says that their labels are shifted already. "targets" and "labels" may be either.
 _SHIFTED_KEYS = frozenset({"target_tokens", "shift_labels", "shifted_labels"})
 
@@ -206,13 +208,22 @@ def counts_of(
 
 
 def check_amounts(
-    names: Sequence[str], values: Sequence[Tensor | float], ranks: ProcessGroup | None
+    names: Sequence[str],
+    values: Sequence[Tensor | float],
+    ranks: ProcessGroup | None,
+    counts: Sequence[Tensor | float] = (),
 ) -> DeviceCheck | None:
-    """Check that all ``values`` are finite and >= 0: now, or with the header of ``ranks`` if they travel with it."""
+    """Check that all ``values`` are finite and >= 0: now, or with the header of ``ranks`` if they travel with it.
+
+    With ``counts`` each must be equal to its count.
+    """
 
     def check() -> None:
-        for name, number in zip(names, as_numbers(values)):
+        for name, number, wanted in zip(names, as_numbers(values), as_numbers(counts or values)):
             check_amount(name, number)
+            if not abs(number - wanted) <= _ROUNDING * wanted:
+                fix = "Count exactly the terms that the loss is a mean of: after the shift, without those ignored."
+                raise ValueError(expected(name, f"{wanted:.17g}, the count of the micro-batch", number, fix))
 
     def error() -> Exception:
         try:
@@ -221,11 +232,15 @@ def check_amounts(
             return found
         raise AssertionError(names)
 
-    if not _travel(values, ranks):
+    if ranks is None or not _travel([*values, *counts], ranks):
         check()
         return None
-    tensors = _stacked([value for value in values if isinstance(value, Tensor)])
-    return DeviceCheck(~((tensors >= 0) & tensors.isfinite()).all(), error)
+    numbers = _stacked(values, device := header_device(ranks))
+    is_right = (numbers >= 0) & numbers.isfinite()
+    if counts:
+        wanted = _stacked(counts, device)
+        is_right &= (numbers - wanted).abs() <= _ROUNDING * wanted
+    return DeviceCheck(~is_right.all(), error)
 
 
 def sums_of(lists: Sequence[Sequence[Tensor | float]], ranks: ProcessGroup | None) -> list[Tensor | float]:
@@ -237,15 +252,16 @@ def sums_of(lists: Sequence[Sequence[Tensor | float]], ranks: ProcessGroup | Non
     for values in lists:
         tensors = [value for value in values if isinstance(value, Tensor)]
         rest = math.fsum(value for value in values if not isinstance(value, Tensor))
-        total = _stacked(tensors).sum(dtype=torch.float64) if tensors else 0.0
+        total = _stacked(tensors, tensors[0].device).sum(dtype=torch.float64) if tensors else 0.0
         sums.append(total + rest if rest else total)
     return sums
 
 
-def _stacked(scalars: Sequence[Tensor]) -> Tensor:
-    """Return (n,), in float64 unless all have one dtype."""
+def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return (n,) on ``device`` without waiting for it, in float64 unless all have one dtype."""
+    scalars = [torch.as_tensor(value).to(device, non_blocking=True) for value in values]
     is_one = len({scalar.dtype for scalar in scalars}) == 1
-    return torch.stack([*scalars] if is_one else [scalar.to(torch.float64) for scalar in scalars])
+    return torch.stack(scalars if is_one else [scalar.to(torch.float64) for scalar in scalars])
 
 
 def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup | None) -> bool:

@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from ..distributed.gather import gather_after
 from ..distributed.group import group_ranks, header_device
 from ..distributed.header import DeviceCheck, Offer, agree_on, combined, digest
-from ..errors import RankValueError, Words, check_number, expected
-from .token_count import as_numbers, check_amounts, sums_of
+from ..errors import RankValueError, Words, check_amount, check_number, expected
+from .token_count import as_numbers, check_amounts, check_scalar, sums_of
 from .window import Window
-
-# Relative tolerance between the sum of num_items and the count: integers agree exactly, float32 sums of weights do not.
-_ROUNDING = 1e-5
 
 
 class Terms(NamedTuple):
@@ -47,7 +44,7 @@ class WindowSums:
         self._window, self._terms = window, terms
         # The sums, with micro-batch and name; the device is read when they are exchanged.
         self._losses: list[tuple[int, str, Any]] = []
-        self.items: list[Tensor | float] = []
+        self._items: list[tuple[str, Tensor | float, Tensor | float]] = []  # with their names and counts
         self._weights: dict[str, float] = {}  # of the names in the loss of the window
         # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
         self._each: Tensor | None = None
@@ -56,25 +53,31 @@ class WindowSums:
             self._each = torch.stack([torch.zeros_like(counts), counts], dim=1)
         self.kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
         self.totals = dict.fromkeys(terms.numbers, 0.0)  # over all ranks
-        self.num_items = self._num_with_items = 0.0  # the sum of num_items, and their number
+        self.num_items = 0.0  # the sum of num_items over all ranks
 
     def add(self, index: int, term: str, value: Tensor | float, weight: float) -> None:
         """Add a detached sum of micro-batch ``index``, and the weight of its name, which does not change."""
         kept: Any = value
-        weight = check_number(named("weight", term), weight)
-        if self._weights.setdefault(term, weight) != weight:
-            what = f"{self._weights[term]:g}, as earlier in this window"
-            raise ValueError(expected(named("weight", term), what, weight))
+        if self._weights.get(term) != weight:
+            name = named("weight", term)
+            if self._weights.setdefault(term, check_number(name, weight)) != weight:
+                raise ValueError(expected(name, f"{self._weights[term]:g}, as earlier in this window", weight))
         if isinstance(value, Tensor):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             self.kind = torch.promote_types(value.dtype, torch.float32), value.device
             kept = value.tolist() if value.is_cpu else value.clone()
         self._losses.append((index, term, kept))
 
+    def add_items(self, index: int, term: str, given: Any, what: str = "num_items") -> Tensor | float:
+        """Check the number of terms of micro-batch ``index``, and return it; a tensor is checked in the exchange."""
+        name, counts = named(f"{what} of micro-batch {index}", term), self._terms.counts[term]
+        items = check_scalar(name, given)
+        self._items.append((name, items, items if counts is None else counts[index]))
+        return items if isinstance(items, Tensor) else check_amount(name, items)
+
     def exchange(
         self,
         call: str,
-        items_name: str,
         *,
         is_early: bool,
         error: Exception | None,
@@ -92,7 +95,8 @@ class WindowSums:
         def bring() -> Offer[None]:
             if error is not None:
                 raise error
-            checks = [check_amounts([items_name] * len(self.items), self.items, window.ranks), check]
+            names, items, counts = [*zip(*self._items)] or [()] * 3
+            checks = [check_amounts(names, items, window.ranks, counts), check]
             forwards = window.wrappers.same_forwards
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
@@ -103,14 +107,14 @@ class WindowSums:
                     self._each[index, 0, [*values].index(name)] += value
             # A rank that comes early does not know its weights.
             state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
-            items, *sums = sums_of([self.items, *values.values()], window.ranks)
+            num_items, *sums = sums_of([items, *values.values()], window.ranks)
             rows = self._each
             if rows is not None and window.ranks is not None:
                 rows = rows.to(header_device(window.ranks))
             return Offer(
                 None,
                 {"forwards of DDP": forwards},
-                totals=(items, len(self.items), state, *sums),
+                totals=(num_items, state, *sums),
                 check=combined([each for each in checks if each is not None]),
                 tensors=None if rows is None else (rows,),
                 names=("losses",),
@@ -118,25 +122,17 @@ class WindowSums:
 
         call = f"{call} (end of the window)"
         agreed = agree_on(call, window.ranks, bring)
-        states = [row[2] for row in agreed.totals]
-        items, num_with_items, _, *losses = map(sum, zip(*agreed.totals))
+        states = [row[1] for row in agreed.totals]
+        items, _, *losses = map(sum, zip(*agreed.totals))
         is_final = -1 not in states
         for name, loss in zip(terms.numbers, losses):
             self.totals[name] += loss
         self.num_items += items
-        self._num_with_items += num_with_items
         self._losses.clear()
-        self.items.clear()
-        kind = ValueError if window.ranks is None else RankValueError
+        self._items.clear()
         if is_final and window.ranks is not None and len(set(states)) > 1:
             others = [rank for rank, state in zip(group_ranks(window.ranks), states) if state != states[0]]
-            raise kind(expected("weights", "the same on every rank", Words(f"others on ranks {others}")))
-        is_complete = terms.counts.get("") is not None and self._num_with_items == sum(window.num_micro_batches)
-        number = terms.numbers.get("", 0.0)
-        if is_final and is_complete and not abs(self.num_items - number) <= _ROUNDING * number:
-            fix = "Count exactly the terms that the losses are means of: after the shift, without those ignored."
-            what = f"a sum over the window equal to its count, {number:.17g}"
-            raise kind(expected("num_items", what, self.num_items, fix))
+            raise RankValueError(expected("weights", "the same on every rank", Words(f"others on ranks {others}")))
         if is_final and self._each is not None and window.ranks is not None:
             (gathered,) = gather_after(call, window.ranks, agreed)
             parts = gathered.cpu().split(agreed.rows)

@@ -199,11 +199,16 @@ WINDOW_FAULTS: dict[str, tuple[Any, str, str]] = {  # what fn does in the second
     "mean": (
         lambda model, batch: (model(batch["tokens"]).mean(), 2),
         "ValueError",
-        '1: expected the sum over its terms, got a mean without n. Sum it up, as with reduction="sum", or',
+        '1: expected the sum over its terms, got a mean. Sum it up, as with reduction="sum", or',
     ),
     "vector": (lambda model, batch: (model(batch["tokens"]), 2), "ValueError", "batch 1: expected one element"),
-    "negative": (lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "n: expected a finite number >= 0"),
+    "negative": (lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "1: expected a finite number >= 0"),
     "text": (lambda model, batch: (sum_loss(model, batch), "2"), "TypeError", "n of micro-batch 1: expected a number"),
+    "names": (
+        lambda model, batch: ({"ce": sum_loss(model, batch)}, {"ce": 2}),
+        "TypeError",
+        "several numbers: use accumulate",
+    ),
 }
 
 

@@ -41,7 +41,7 @@ def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
     for change in (lambda mean: mean, lambda mean: mean / 2, lambda mean: mean.double() / 2.0):
         for verb in ("backward", "scale"):
             for step, batch in accumulate(model, [rows], len):
-                with pytest.raises(ValueError, match=r"micro-batch 0: .*got a mean .*\"sum\", or pass num_items="):
+                with pytest.raises(ValueError, match=r"micro-batch 0: .*got a mean\. .*\"sum\", or pass num_items="):
                     getattr(step, verb)(change(loss(model(batch))))
         with pytest.raises(ValueError, match=r"loss_sum: .*got a mean\. .*\"sum\", or pass loss \* n"):
             fullrank.DeferredMean(model).backward(change(loss(model(rows))), len(rows))

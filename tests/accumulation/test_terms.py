@@ -75,14 +75,19 @@ def back_propagate(step: Any, model: nn.Module, batch: Batch, form: str) -> None
         sum(WEIGHTS.get(name, 1.0) * factors[name] * loss for name, loss in losses.items()).backward()
         return
     losses = losses_of(model, batch)
-    if form == "scale":
+    if form == "means":  # NaN over no terms; of one name a tensor says over how many, the other stays a sum
+        name = "ce" if batch["tokens"][0, 1] % 2 else "mtp"
+        number = num_valid(batch) if name == "ce" else num_mtp(batch)
+        mean = losses[name] / (number or math.nan) if name == "ce" else losses[name] / number.clamp_min(1)
+        step.backward(losses | {name: mean}, num_items={name: number}, weights=WEIGHTS)
+    elif form == "scale":
         step.scale(losses, weights=WEIGHTS).backward()
     else:
         step.backward(losses, weights=WEIGHTS)
 
 
 @pytest.mark.parametrize("layout", ["full", "uneven", "unequal", "none"])
-@pytest.mark.parametrize("form", ["backward", "scale", "factors"])
+@pytest.mark.parametrize("form", ["backward", "scale", "factors", "means"])
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
 @on_ranks()
 def test_terms_are_divided_by_their_own_counts(rank: int, kind: str, form: str, layout: str) -> None:
@@ -144,7 +149,13 @@ MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its
     "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
     "unknown weight": (lambda sums: {"loss": sums, "weights": {"kl": 1.0}}, "ValueError", "a mapping of names among"),
     "text weight": (lambda sums: {"loss": sums, "weights": {"mtp": "1"}}, "TypeError", "weight of 'mtp': expected"),
-    "items": (lambda sums: {"loss": sums, "num_items": 3}, "ValueError", "expected None with counts by name, got 3"),
+    "items": (lambda sums: {"loss": sums, "num_items": 3}, "ValueError", "expected a mapping of names among"),
+    "unknown items": (lambda sums: {"loss": sums, "num_items": {"kl": 3}}, "ValueError", "a mapping of names among"),
+    "other items": (
+        lambda sums: {"loss": sums, "num_items": {"mtp": torch.tensor(99)}},
+        "ValueError",
+        "of 'mtp': expected ",
+    ),
     "other weight": (lambda sums: {"loss": sums, "weights": {"mtp": 0.5}}, "ValueError", "0.3, as earlier in this"),
 }
 

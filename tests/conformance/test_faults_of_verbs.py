@@ -183,7 +183,7 @@ _with_items: Any = lambda number: lambda step, loss, items: step.backward(loss, 
 _too_many: Any = lambda step, loss, items: step.backward(loss / max(items, 1), num_items=items + 1)  # noqa: E731
 _mean: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]).mean())  # noqa: E731
 _part_of_mean: Any = lambda step, loss, items: step.scale(torch.stack([loss] * 3).mean() / 3).backward()  # noqa: E731
-_A_MEAN = "expected the sum over its terms, got a mean without num_items."
+_A_MEAN = "expected the sum over its terms, got a mean."
 _A_GRAPH = "expected a loss with a graph"
 
 LOOPS = {
@@ -200,10 +200,10 @@ LOOPS = {
     "two calls in 0": looped(0, _twice, "RuntimeError", "expected one call of backward or scale, got 2."),
     "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means=True),
     "tensor of negative items in 1": looped(
-        1, _with_items(torch.tensor(-1)), "ValueError", "on rank 1: num_items: expected a finite number >= 0, got -1."
+        1, _with_items(torch.tensor(-1)), "ValueError", "1: expected a finite number >= 0, got -1."
     ),
     "text as items in 0": looped(0, _with_items("3"), "TypeError", "0: expected a number or a tensor", means=True),
-    "too many items in 0": looped(0, _too_many, "ValueError", "num_items: expected a sum over the window ", means=True),
+    "too many items in 0": looped(0, _too_many, "ValueError", "num_items of micro-batch 0: expected ", means=True),
 }
 # Without a graph there is no backward to keep step with where the wrapper communicates in every one: there every rank
 # makes the mistake, since one alone would leave the others in a backward that it cannot run.

@@ -289,7 +289,9 @@ def test_a_wrong_item_count_in_one_process_is_a_plain_error() -> None:
         for step, batch in fullrank.accumulate(model, [torch.ones(3, 2)], len):
             step.backward(model(batch).mean(), num_items=4)
 
-    with pytest.raises(ValueError, match="num_items: expected a sum over the window equal to its count, 3") as caught:
+    with pytest.raises(
+        ValueError, match="num_items of micro-batch 0: expected 3, the count of the micro-batch, got 4"
+    ) as caught:
         window()
     assert type(caught.value) is ValueError
 
