@@ -219,7 +219,7 @@ class Step:
             self._num_added, self._before = self._before.count_added(), None
         try:
             losses = self._losses_of(loss, num_items, weights)
-            items = num_items if isinstance(num_items, Mapping) else {} if num_items is None else {"": num_items}
+            items: Any = {} if num_items is None else num_items if self._terms.are_named else {"": num_items}
             share = self._checked_share(losses, items, weights or {}, others_prepare)
         except Exception as error:
             given = loss if isinstance(loss, Mapping) else {"": loss}
@@ -320,15 +320,14 @@ class Step:
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
             raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
-        numbers, are_named = self._terms.numbers, self._terms.are_named
-        if isinstance(loss, Mapping) != are_named:
-            what = f"a mapping of {list(numbers)} to summed losses" if are_named else "a floating-point tensor"
-            raise TypeError(expected(name, what, loss))
-        if not are_named:
+        numbers = self._terms.numbers
+        if not self._terms.are_named:
             if weights is not None:
                 raise ValueError(expected(f"weights {where}", "None without counts by name", weights))
             check_summed_loss(name, loss)
             return {"": loss}
+        if not isinstance(loss, Mapping):
+            raise TypeError(expected(name, f"a mapping of {list(numbers)} to summed losses", loss))
         losses = {term: loss[term] for term in numbers if term in loss}
         if len(losses) < len(loss) or not losses or losses.keys() | self._recorded != numbers.keys():
             what = f"the names {list(numbers)}, without those that were recorded"

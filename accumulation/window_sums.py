@@ -44,7 +44,7 @@ class WindowSums:
         self._window, self._terms = window, terms
         # The sums, with micro-batch and name; the device is read when they are exchanged.
         self._losses: list[tuple[int, str, Any]] = []
-        self._items: list[tuple[str, Tensor | float, Tensor | float]] = []  # with their names and counts
+        self._items: list[tuple[str, Tensor | float, Tensor | float | None]] = []  # with their names and counts
         self._weights: dict[str, float] = {}  # of the names in the loss of the window
         # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
         self._each: Tensor | None = None
@@ -64,7 +64,7 @@ class WindowSums:
                 raise ValueError(expected(name, f"{self._weights[term]:g}, as earlier in this window", weight))
         if isinstance(value, Tensor):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            self.kind = torch.promote_types(value.dtype, torch.float32), value.device
+            self.kind = value.dtype, value.device
             kept = value.tolist() if value.is_cpu else value.clone()
         self._losses.append((index, term, kept))
 
@@ -72,7 +72,7 @@ class WindowSums:
         """Check the number of terms of micro-batch ``index``, and return it; a tensor is checked in the exchange."""
         name, counts = named(f"{what} of micro-batch {index}", term), self._terms.counts[term]
         items = check_scalar(name, given)
-        self._items.append((name, items, items if counts is None else counts[index]))
+        self._items.append((name, items, None if counts is None else counts[index]))
         return items if isinstance(items, Tensor) else check_amount(name, items)
 
     def exchange(
@@ -95,8 +95,12 @@ class WindowSums:
         def bring() -> Offer[None]:
             if error is not None:
                 raise error
-            names, items, counts = [*zip(*self._items)] or [()] * 3
-            checks = [check_amounts(names, items, window.ranks, counts), check]
+            checks, items = [check], [value for _, value, _ in self._items]
+            if items:
+                counts = [value if count is None else count for _, value, count in self._items]
+                has_counts = any(count is not None for *_, count in self._items)
+                names = [name for name, *_ in self._items]
+                checks.append(check_amounts(names, items, window.ranks, counts if has_counts else ()))
             forwards = window.wrappers.same_forwards
             if is_early and window.wrappers.ddp:
                 forwards = forwards._replace(value=Words("some"))  # this rank's may follow
@@ -157,7 +161,7 @@ class WindowSums:
         weights = torch.tensor([self._weights.get(name, 1.0) for name in self.totals], dtype=torch.float64)
         means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
         dtype, device = self.kind
-        return means.sum(1).to(device, dtype)
+        return means.sum(1).to(device, torch.promote_types(dtype, torch.float32))
 
     def _mean(self, name: str) -> float:
         number = self._terms.numbers[name]
@@ -165,4 +169,4 @@ class WindowSums:
 
     def _as_loss(self, value: float) -> Tensor:
         dtype, device = self.kind
-        return torch.full((), value, dtype=dtype, device=device)
+        return torch.full((), value, dtype=torch.promote_types(dtype, torch.float32), device=device)
