@@ -17,9 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
@@ -33,6 +34,8 @@ from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, has_g
 from .token_count import check_scalar
 from .window import Window
 from .window_sums import Terms, WindowSums, named
+
+_LATEST: WeakKeyDictionary[nn.Module, ReferenceType[Step]] = WeakKeyDictionary()
 
 
 class Step:
@@ -276,7 +279,10 @@ class Step:
 
     def _iterate(self) -> Iterator[tuple[Step, Any]]:
         """Switch the wrappers for each micro-batch, yield it with this step, and check that it had one backward."""
-        window = self._window
+        window, older = self._window, _LATEST.get(self._window.model, lambda: None)()
+        if older is not None:
+            older._switched.close()  # a traceback may keep a loop that was left early
+        _LATEST[window.model] = ref(self)
         with self._switched as switched:
             if window.wrappers.unwrapped is None:
                 switched.enter_context(window.wrappers.restored(quiet=window.sync != "each"))

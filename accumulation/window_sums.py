@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +59,11 @@ class WindowSums:
     def add(self, index: int, term: str, value: Tensor | float, weight: float) -> None:
         """Add a detached sum of micro-batch ``index``, and the weight of its name, which does not change."""
         kept: Any = value
-        if self._weights.get(term) != weight:
+        if weight is not self._weights.get(term, self):
             name = named("weight", term)
-            if self._weights.setdefault(term, check_number(name, weight)) != weight:
+            if not abs(check_number(name, weight)) < math.inf:
+                raise ValueError(expected(name, "a finite number", weight))
+            if self._weights.setdefault(term, weight) != weight:
                 raise ValueError(expected(name, f"{self._weights[term]:g}, as earlier in this window", weight))
         if isinstance(value, Tensor):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -197,6 +197,23 @@ def test_discarded_window_of_unequal_length_leaves_nothing(rank: int) -> None:
         assert error(gradient(model), one_process(reference, everything).gradient) <= LIMITS["float64"]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks()
+def test_a_loop_that_was_left_and_is_kept_leaves_the_switches_to_the_next(rank: int, kind: str) -> None:
+    """As a traceback keeps it. The control: nothing is restored before."""
+    model, batches = wrap(Model(), kind), make_window("full", rank)
+    before, loop = switches(model), accumulate(model, batches, count_valid_tokens)
+    next(loop)
+    sum_loss(model, batches[0])
+    assert switches(model) != before
+    discard_gradients_(model)
+    run_window(model, batches)
+    assert switches(model) == before
+    loop.close()
+    assert switches(model) == before
+    assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= LIMITS["float64"]
+
+
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
     """Return a model and three micro-batches of uneven size."""
     model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)

@@ -110,6 +110,14 @@ def test_terms_are_divided_by_their_own_counts(rank: int, kind: str, form: str, 
         assert error(wrong, expected) > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["backward", "factors", "means"])
+@on_ranks(4)
+def test_terms_under_hsdp(rank: int, form: str) -> None:
+    for layout in ("full", "uneven"):
+        test_terms_are_divided_by_their_own_counts.body(rank, "hsdp", form, layout)
+
+
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
 @on_ranks()
 def test_a_name_without_terms_has_no_gradient_though_its_loss_is_nan(rank: int, kind: str) -> None:
