@@ -38,7 +38,8 @@ from .window_sums import Terms, named
 
 B = TypeVar("B")
 
-MAX_TERMS = NUM_TOTALS - 3  # with counts of their own; a header has two totals of num_items and one of Step.factor too
+# Losses with counts of their own. The opening header has two ends of the labels, and the forwards of DDP, too.
+MAX_TERMS = NUM_TOTALS - 3
 
 Count = Callable[[Any], Tensor | float] | Tensor | float
 

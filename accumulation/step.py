@@ -88,7 +88,7 @@ class Step:
             ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
                 ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
                 without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
-                for ``num_items`` that are not the count of the micro-batch, if ``count`` is a function.
+                for ``num_items`` that are negative, or not the count of the micro-batch if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
                 It is looked for in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add
