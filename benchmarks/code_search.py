@@ -7,7 +7,11 @@ of both is a mean of embeddings of hashed words and pairs of words. Each process
 400 steps of Adam, each at its best of four rates by a seed that chooses. The loss is symmetric ``InfoNCELoss``, over a
 process's own pairs or those of all; W processes are simulated in one, as in pooling.py, whose data this is. A queue has
 1,024 keys of each side, of the encoder that is trained or of its running mean (0.99 a step). ``Smooth-AP`` is
-``RetrievalSmoothAPLoss`` with the two rows of a pair as positives of each other.
+``RetrievalSmoothAPLoss`` with the two rows of a pair as positives of each other, ``SigLIP`` is ``SigLIPLoss`` as it is.
+
+With ``negatives`` each pair brings another pair of its file, both of whose sides are hard negatives of the other side.
+Docstrings that occur more than once are left out, except with ``repeats`` and ``labels``: ``labels`` are equal for equal
+docstrings, ``repeats`` has none. Both train on the same pairs, and are tested on docstrings that occur once.
 
 Runs with 1, 2 and 4 real processes, each by micro-batches with ``pooled_backward`` (GradCache), are compared with one
 process that has all rows at once, in float64: their parameters must go the same way.
@@ -15,14 +19,14 @@ process that has all rows at once, in float64: their parameters must go the same
 SupCon takes the task of pooling.py: functions of one file are positives of each other.
 
 A seed draws the files, the model and the batches. Intervals are 95 %, Student's t over seeds; differences are paired,
-from all rows of as many processes without a queue. The full run takes about a quarter of an hour on one core and writes
-code_search.json. A run that starts again takes finished runs from ``--cache``.
+from all rows of as many processes without a queue, or from ``repeats``. The full run takes about half an hour on one
+core and writes code_search.json. A run that starts again takes finished runs from ``--cache``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +41,7 @@ from report import Record, Run, on_ranks, print_records
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, SupConLoss, pooled_backward
+from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, SigLIPLoss, SupConLoss, pooled_backward
 
 PAIRS, TEST_PAIRS = 16, 2_000  # of a process and step, and to test on
 QUEUE, MOMENTUM, TEMPERATURE = 1_024, 0.99, 0.05
@@ -53,6 +57,7 @@ class Cell(NamedTuple):
     pool: str  # "own" rows or those of "all" processes
     queue: str = "none"  # or of the "same" encoder, or of a "slow" one
     scale: str = "learned"  # or "fixed"
+    extra: str = "none"  # or hard "negatives"; "repeats" of docstrings, or the same with "labels"
 
 
 CELLS = (
@@ -61,6 +66,9 @@ CELLS = (
     *(Cell("InfoNCE", 16, pool) for pool in ("own", "all")),
     Cell("InfoNCE", 16, "all", "same"),
     Cell("Smooth-AP", 16, "all"),
+    *(Cell("SigLIP", processes, "all") for processes in (1, 16)),
+    *(Cell("InfoNCE", processes, "all", extra="negatives") for processes in (1, 16)),
+    *(Cell("InfoNCE", 16, "all", extra=extra) for extra in ("repeats", "labels")),
     *(Cell("SupCon", 16, pool) for pool in ("own", "all")),
 )
 
@@ -71,49 +79,68 @@ class Pairs(NamedTuple):
     summaries: Functions
     bodies: Functions
     folder: Tensor  # [pairs]
+    label: Tensor  # [pairs] the same for equal first lines
 
     @classmethod
-    def of(cls, functions: Sequence[Function]) -> Pairs:
-        """Return the functions whose first line has three words or more and did not occur before."""
+    def of(cls, functions: Sequence[Function], repeats: bool = False) -> Pairs:
+        """Return the functions whose first line has three words or more and, without repeats, did not occur before."""
         first = {one.summary: one for one in reversed(functions) if len(one.summary.split()) >= 3}
-        some = [one for one in functions if first.get(one.summary) is one]
+        some = [one for one in functions if one.summary in first and (repeats or first[one.summary] is one)]
+        label = {summary: place for place, summary in enumerate(first)}
         paths = [one.path for one in some]
         number = {folder: place for place, folder in enumerate(dict.fromkeys(str(Path(path).parent) for path in paths))}
         folder = torch.tensor([number[str(Path(path).parent)] for path in paths])
         summaries, bodies = ([getattr(one, name) for one in some] for name in ("summary", "body"))
-        return cls(Functions.of(summaries, paths), Functions.of(bodies, paths), folder)
+        labels = torch.tensor([label[one.summary] for one in some])
+        return cls(Functions.of(summaries, paths), Functions.of(bodies, paths), folder, labels)
 
     def split(self, generator: torch.Generator, test_pairs: int) -> tuple[Tensor, Tensor]:
-        """Return pairs to train on and pairs of other files to test on."""
+        """Return pairs to train on, and pairs of other files to test on, whose first lines occur once."""
         file = self.bodies.file
         count = torch.bincount(file)
         order = torch.randperm(len(count), generator=generator)
         tested = torch.zeros(len(count), dtype=torch.bool)
         tested[order[: int((count[order].cumsum(0) < test_pairs).sum()) + 1]] = True
-        test = tested[file].nonzero()[:, 0]
+        test = (tested[file] & (torch.bincount(self.label)[self.label] == 1)).nonzero()[:, 0]
         return (~tested[file]).nonzero()[:, 0], test[torch.randperm(len(test), generator=generator)[:test_pairs]]
+
+    def others(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """Return another pair of the file of each of ``rows``, but of none that is alone in its file."""
+        number = torch.bincount(self.bodies.file)
+        start, number = ((of[self.bodies.file[rows]]) for of in (number.cumsum(0) - number, number))
+        step = 1 + (torch.rand(len(rows), generator=generator) * (number - 1)).long()
+        return (start + (rows - start + step) % number)[number > 1]
 
 
 class Search(nn.Module):
     """The encoder of summaries and bodies, and its loss."""
 
-    def __init__(self, seed: int, queue: int = 0, learned: bool = True) -> None:
+    def __init__(self, seed: int, queue: int = 0, learned: bool = True, sigmoid: bool = False) -> None:
         super().__init__()
         self.words = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
         nn.init.normal_(self.words.weight, std=0.1, generator=torch.Generator().manual_seed(seed))
-        some = [InfoNCELoss(TEMPERATURE, learn_temperature=learned, queue_size=queue) for _ in range(2)]
-        some[1].logit_scale = some[0].logit_scale
-        self.find_body, self.find_summary = some
+        make: Callable[[], InfoNCELoss | SigLIPLoss] = SigLIPLoss
+        if not sigmoid:
+            make = partial(InfoNCELoss, TEMPERATURE, learn_temperature=learned, queue_size=queue)
+        self.find_body, self.find_summary = make(), make()
+        self.find_summary.logit_scale, self.find_summary.logit_bias = (
+            self.find_body.logit_scale,
+            self.find_body.logit_bias,
+        )
 
     def forward(self, pairs: Pairs, rows: Tensor) -> Tensor:
         """Return the embeddings (rows, 2, WIDTH)."""
         return torch.stack([self.words(*texts.take(rows)) for texts in pairs[:2]], dim=1)
 
-    def contrast(self, embeddings: Tensor, keys: Tensor) -> Tensor:
-        """Return the loss of both directions; without a queue it is InfoNCELoss(symmetric=True)."""
+    def contrast(
+        self, embeddings: Tensor, keys: Tensor, negatives: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of both directions; of pairs alone it is InfoNCELoss(symmetric=True)."""
         (summary, body), (key_summary, key_body) = embeddings.unbind(1), keys.unbind(1)
-        loss: Tensor = (self.find_body(summary, key_body) + self.find_summary(body, key_summary)) / 2
-        return loss
+        no_body, no_summary = (None, None) if negatives is None else (negatives[:, 1], negatives[:, 0])
+        forth = self.find_body(summary, key_body, no_body, labels=labels)
+        back: Tensor = self.find_summary(body, key_summary, no_summary, labels=labels)
+        return (forth + back) / 2
 
     def contrast_own(self, embeddings: Tensor) -> Tensor:
         """Return the mean of the losses of processes that have ``PAIRS`` rows each and see no others."""
@@ -129,7 +156,8 @@ def train(pairs: Pairs, seed: int, cell: Cell, rate: float, steps: int, test_pai
     """Return the figures of the encoder that the processes of ``cell`` would train."""
     generator = torch.Generator().manual_seed(2_000 + seed)
     own, test = pairs.split(generator, test_pairs)
-    model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned")
+    of_others = torch.Generator().manual_seed(seed)
+    model = Search(seed, 0 if cell.queue == "none" else QUEUE, cell.scale == "learned", cell.loss == "SigLIP")
     slow, smooth_ap = copy.deepcopy(model).requires_grad_(False), RetrievalSmoothAPLoss(temperature=TEMPERATURE)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     for _ in range(steps):
@@ -140,8 +168,11 @@ def train(pairs: Pairs, seed: int, cell: Cell, rate: float, steps: int, test_pai
             keys = slow(pairs, rows)
         if cell.loss == "Smooth-AP":
             loss = smooth_ap(embeddings.transpose(0, 1).flatten(0, 1), torch.arange(len(rows)).repeat(2))
+        elif cell.pool == "own":
+            loss = model.contrast_own(embeddings)
         else:
-            loss = model.contrast_own(embeddings) if cell.pool == "own" else model.contrast(embeddings, keys)
+            negatives = model(pairs, pairs.others(rows, of_others)) if cell.extra == "negatives" else None
+            loss = model.contrast(embeddings, keys, negatives, pairs.label[rows] if cell.extra == "labels" else None)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -149,7 +180,7 @@ def train(pairs: Pairs, seed: int, cell: Cell, rate: float, steps: int, test_pai
         summary, body = F.normalize(model(pairs, test), dim=2).unbind(1)
     scores = summary @ body.T
     rank = 1.0 + (scores > scores.diagonal()[:, None]).sum(dim=1)
-    temperature = model.find_body.temperature if cell.loss == "InfoNCE" else TEMPERATURE
+    temperature = TEMPERATURE if cell.loss == "Smooth-AP" else model.find_body.temperature
     return {"recall": float((rank == 1).double().mean()), "mean": float((1 / rank).mean()), "temperature": temperature}
 
 
@@ -205,11 +236,12 @@ def agreement(pairs: Pairs, steps: int) -> list[Record]:
 
 
 def summary(runs: Sequence[tuple[Cell, list[Any]]]) -> list[Record]:
-    """Return the means with their intervals, and the differences from all rows of as many processes and no queue."""
+    """Return the means with their intervals, and the differences from the cell they are compared with."""
     by_cell, records = dict(runs), []
     for cell, found in runs:
         loss = "SupCon" if cell.loss == "SupCon" else "InfoNCE"
-        base = by_cell[Cell(loss, cell.processes, "all", "none", cell.scale)]
+        extra = "repeats" if cell.extra in ("repeats", "labels") else "none"
+        base = by_cell[Cell(loss, cell.processes, "all", "none", cell.scale, extra)]
         record: Record = cell._asdict()
         for name in ("recall", "mean"):
             values = [one[name] for one in found]
@@ -228,17 +260,20 @@ def main() -> None:
     torch.set_num_threads(1)
     quick = options.quick
     found = read(150 if quick else MOST_FILES)
-    functions, pairs = Functions.of([one.body for one in found], [one.path for one in found]), Pairs.of(found)
+    functions = Functions.of([one.body for one in found], [one.path for one in found])
+    pairs, repeated = Pairs.of(found), Pairs.of(found, repeats=True)
     test_pairs, test_files = (100, 10) if quick else (TEST_PAIRS, TEST_FILES)
     seeds, steps = (2, 2) if quick else (options.seeds, STEPS)
-    about = {"pairs": len(pairs.bodies.file), "test_pairs": test_pairs, "functions": len(functions.file)}
+    about = {"pairs": len(pairs.label), "with_repeats": len(repeated.label), "test_pairs": test_pairs}
+    about |= {"functions": len(functions.file)}
     print(about, flush=True)
     real = agreement(pairs, 2 if quick else REAL_STEPS)
     print_records("Micro-batches on real processes against one process with all rows: relative difference", real)
     cache = Cache(options.cache)
 
     def run(seed: int, cell: Cell, rate: float) -> Record:
-        make = partial(train, pairs, seed, cell, rate, steps, test_pairs)
+        some = repeated if cell.extra in ("repeats", "labels") else pairs
+        make = partial(train, some, seed, cell, rate, steps, test_pairs)
         if cell.loss == "SupCon":
             make = partial(train_supcon, functions, seed, cell, rate, steps, test_files)
         one: Record = cache.get([*cell, seed, rate, steps], make)
