@@ -10,8 +10,8 @@ process's own pairs or those of all; W processes are simulated in one, as in poo
 ``RetrievalSmoothAPLoss`` with the two rows of a pair as positives of each other, ``SigLIP`` is ``SigLIPLoss`` as it is.
 
 With ``negatives`` each pair brings another pair of its file, both of whose sides are hard negatives of the other side.
-Docstrings that occur more than once are left out, except with ``repeats`` and ``labels``: ``labels`` are equal for equal
-docstrings, ``repeats`` has none. Both train on the same pairs, and are tested on docstrings that occur once.
+Docstrings that occur more than once are left out, except with ``repeats`` and ``labels``: ``labels`` are equal for
+equal docstrings, ``repeats`` has none. Both train on the same pairs, and are tested on docstrings that occur once.
 
 Runs with 1, 2 and 4 real processes, each by micro-batches with ``pooled_backward`` (GradCache), are compared with one
 process that has all rows at once, in float64: their parameters must go the same way.

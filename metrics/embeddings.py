@@ -12,9 +12,9 @@ from torch import Tensor
 from ..distributed.group import resolve_group
 from ..distributed.header import Offer, agree_on
 from ..errors import check_count, check_int, expected
-from ..kernels.costs import costs_of
 from ..kernels.registration import exact
 from ..losses.arguments import completed
+from ..losses.embeddings.base import blocks_of_scores
 from ..losses.embeddings.retrieval import checked_labels
 from ..losses.rows import checked_embeddings, unit_rows
 from .torchmetrics_private import GatheredMetric
@@ -126,8 +126,8 @@ class EmbeddingMetric(GatheredMetric):
         """Return the sums of the values of the queries (L,), and the number of valid ones after them, float64."""
         candidates, of_candidates = rows[keys], labels[keys]
         sums = torch.zeros(self.num_values + 1, dtype=torch.float64, device=rows.device)
-        for block in queries.split(max(1, costs_of(rows.device).similarities_at_once // max(1, len(keys)))):
-            scores = rows[block] @ candidates.t()  # [b, K]
+        for place, scores in blocks_of_scores(rows[queries], candidates):
+            block = queries[place]
             scores.masked_fill_(block[:, None] == keys, -math.inf)  # a query does not rank itself
             right = (labels[block, None] == of_candidates) & (block[:, None] != keys)
             valid = right.any(dim=1)

@@ -6,7 +6,7 @@ their gradient that the other ranks have computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -24,7 +24,7 @@ from ...kernels.registration import with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
 from ..pooled.hints import Hints
-from ..rows import checked_embeddings, compute_dtype, unit_rows
+from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
 
 FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
 
@@ -176,34 +176,60 @@ def sum_of_blocks(
     grad_anchors = torch.zeros_like(anchors) if needs[0] else None
     grad_candidates = torch.zeros_like(candidates) if needs[1] else None
     grad_scale, grad_bias = torch.zeros_like(total), torch.zeros_like(total)
-    step = max(FEWEST_ANCHORS, costs_of(anchors.device).similarities_at_once // max(1, len(candidates)))
-    for begin in range(0, len(anchors), step):
-        place = slice(begin, min(begin + step, len(anchors)))
-        block = anchors[place]
-        scores = (block * scale) @ candidates.t()
+    for place, scores in blocks_of_scores(anchors, candidates, scale):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
         total += value
-        if not any(needs):
-            continue
-        mean = slope @ candidates  # [b, D]
-        grad_scale += (mean * block).sum(dtype=torch.float64)
-        if bias is not None:
-            grad_bias += slope.sum(dim=1).sum(dtype=torch.float64)
-        if grad_anchors is not None:
-            grad_anchors[place] = mean
+        if needs[0] or needs[2]:
+            mean = slope @ candidates  # [b, D]
+            if grad_anchors is not None:
+                grad_anchors[place] = mean
+            if needs[2]:
+                grad_scale += (mean * anchors[place]).sum(dtype=torch.float64)
+                grad_bias += 0.0 if bias is None else slope.sum(dim=1).sum(dtype=torch.float64)
         if grad_candidates is not None:
-            grad_candidates.addmm_(slope.t(), block)
+            grad_candidates.addmm_(slope.t(), anchors[place])
     for gradient in (grad_anchors, grad_candidates):
         if gradient is not None:
             gradient *= scale
     return SumOfBlocks(total, grad_anchors, grad_candidates, grad_scale, grad_bias)
 
 
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """Return the logarithm (b,) of the sum of exp of (b, K); the lowest finite number where all are -inf."""
-    return scores.logsumexp(dim=1).clamp_min(torch.finfo(scores.dtype).min)
+def blocks_of_scores(
+    anchors: Tensor, candidates: Tensor, scale: Tensor | float = 1.0
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory."""
+    step, memory = anchors_at_once(candidates), None
+    for begin in range(0, len(anchors) if len(candidates) else 0, step):
+        block = anchors[begin : begin + step] * scale
+        memory = block.new_empty(len(block), len(candidates)) if memory is None else memory[: len(block)]
+        yield slice(begin, begin + len(block)), torch.mm(block, candidates.t(), out=memory)
+
+
+def anchors_at_once(candidates: Tensor) -> int:
+    """Return how many anchors a block has against candidates (K, D)."""
+    return max(FEWEST_ANCHORS, costs_of(candidates.device).similarities_at_once // max(1, len(candidates)))
+
+
+def exponentials_(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm (b,) of the sum of exp of (b, K), the lowest finite number where all are -inf, and a factor.
+
+    The scores become their softmax over K but for the factor (b,): zeros where all are -inf.
+    """
+    most = scores.amax(dim=1).clamp_min(torch.finfo(scores.dtype).min)
+    total = scores.sub_(most[:, None]).exp_().sum(dim=1)
+    total = total.clamp_min(1.0)  # at least that of the largest
+    return most + total.log(), 1 / total
 
 
 def softplus(gaps: Tensor) -> Tensor:
     """Return log(1 + exp(gaps)) in float64, with all digits."""
     return F.softplus(gaps.double(), threshold=40.0)  # the default threshold of 20 rounds
+
+
+def check_like(name: str, rows: Tensor, others: Tensor, others_name: str) -> None:
+    """Raise unless ``rows`` have the width, dtype and device of ``others``."""
+    if rows.shape[1] != others.shape[1]:
+        raise ValueError(expected(name, f"rows of {others.shape[1]} numbers, as {others_name}", rows))
+    if rows.dtype != others.dtype:
+        raise TypeError(expected(name, f"{others.dtype}, as {others_name}", rows, f"Use {name}.to({others.dtype})."))
+    check_device(name, rows, others, others_name)

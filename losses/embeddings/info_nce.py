@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from ...errors import expected
 from ..arguments import completed
 from ..base import GroupOptions
-from .base import log_sum_exp, softplus
+from .base import exponentials_, softplus
 from .pairs import PairLoss
 
 
@@ -82,8 +82,8 @@ class InfoNCELoss(PairLoss):
         gradient of :math:`x_{ii}` is :math:`-\sigma(g)`. Nothing is subtracted from a number close to it, so pairs that
         are far apart keep all digits.
         """
-        away = log_sum_exp(others)  # [b]
+        away, factor = exponentials_(others)  # [b]
         gap = away - positives
         push = gap.sigmoid() * weight
-        others.sub_(away[:, None]).exp_().mul_(push[:, None])
+        others.mul_((push * factor)[:, None])
         return softplus(gap), -push

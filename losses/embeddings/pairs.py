@@ -21,7 +21,7 @@ from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, unit_rows, weight_of_rows, weight_unit
-from .base import ContrastiveLoss, LocalLoss, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, anchors_at_once, check_like, sum_of_blocks
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
@@ -245,12 +245,12 @@ class PairLoss(ContrastiveLoss):
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
-        _check_like("keys", keys, queries, "queries")
+        check_like("keys", keys, queries, "queries")
         further = []
         if negatives is not None:
             self._check_not_gathered(group, negatives=negatives)
             further = [self._checked("negatives", _flattened(negatives), group)]
-            _check_like("negatives", further[0], queries, "queries")
+            check_like("negatives", further[0], queries, "queries")
         if labels is not None:
             self._check_not_gathered(group, labels=labels)
             labels = checked_labels(labels, queries, "queries")
@@ -267,7 +267,7 @@ class PairLoss(ContrastiveLoss):
             if check_rows([guide]) != len(rows):
                 raise ValueError(expected(f"mask of {name}", f"{len(rows)} rows, as {name}", guide))
             check_device(f"mask of {name}", guide, rows, name)
-            _check_like(f"mask of {name}", guide, guides[0], "the mask of queries")
+            check_like(f"mask of {name}", guide, guides[0], "the mask of queries")
         return _Pairs(keys, queries, labels, guides[1], guides[0]), [*further, *guides[2:]]
 
     def _bias(self, scale: Tensor, learned: Sequence[Tensor]) -> Tensor | None:
@@ -312,19 +312,31 @@ class PairLoss(ContrastiveLoss):
         ``all_rows`` are those of all ranks, of which this rank's pairs begin at ``first``. ``share`` is what a pair
         weighs, (N,) float64.
         """
-        of_queries, of_keys = masks
         total = grad_scale = grad_bias = rows[0].new_zeros((), dtype=torch.float64)
         grad_own: list[Tensor | None] = [None] * len(rows)
         grad_all: list[Tensor | None] = [None] * len(rows)
-        labels = [of_queries.labels, *(of_queries.labels.new_full((len(part),), _ALONE) for part in all_rows[2:])]
+        labels = [masks[0].labels, *(masks[0].labels.new_full((len(part),), _ALONE) for part in all_rows[2:])]
         candidates, all_labels = self._with_queue(torch.cat([all_rows[0], *all_rows[2:]]), torch.cat(labels))
-        of_queries = of_queries._replace(labels=all_labels)
-        directions = [(1, candidates, (0, *range(2, len(rows))), of_queries), (0, all_rows[1], (1,), of_keys)]
-        for anchors, others, places, mask in directions[: 1 + self.symmetric]:
-            block_loss = partial(self._block_loss, first=first, weight=share / (1 + self.symmetric), mask=mask)
+        weight, masks = share / (1 + self.symmetric), (masks[0]._replace(labels=all_labels), masks[1])
+        one_way, back = (partial(self._block_loss, first=first, weight=weight, mask=mask) for mask in masks)
+
+        def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+            square = slice(len(scores))
+            value_back, slope_back = back(scores[:, square].t().contiguous(), place)
+            value, slope = one_way(scores, place)
+            slope[:, square] += slope_back.t()
+            return value + value_back, slope
+
+        shares_product = self.symmetric and len(rows[0]) == len(all_rows[0]) <= anchors_at_once(candidates)
+        directions = [
+            (1, candidates, (0, *range(2, len(rows))), both_ways if shares_product else one_way),
+            (0, all_rows[1], (1,), back),
+        ]
+        for anchors, others, places, block_loss in directions[: 1 + (self.symmetric and not shares_product)]:
             wanted = needs[anchors], any(needs[place] for place in places), self.logit_scale is not None
             result = exact(sum_of_blocks)(rows[anchors].detach(), others, scale, wanted, block_loss, bias)
-            grad_own[anchors], begin = result.grad_anchors, 0
+            # Every rank sends the same gradients, whether it shares the product or not.
+            (grad_all if shares_product else grad_own)[anchors], begin = result.grad_anchors, 0
             for place in places:
                 end = begin + len(all_rows[place])
                 if needs[place] and result.grad_candidates is not None:
@@ -367,12 +379,3 @@ class PairLoss(ContrastiveLoss):
 def _flattened(rows: Tensor) -> Tensor:
     """Return (N, K, D) as (N K, D), and everything else as it is."""
     return rows.flatten(0, 1) if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 else rows
-
-
-def _check_like(name: str, rows: Tensor, others: Tensor, others_name: str) -> None:
-    """Raise unless ``rows`` have the width, dtype and device of ``others``."""
-    if rows.shape[1] != others.shape[1]:
-        raise ValueError(expected(name, f"rows of {others.shape[1]} numbers, as {others_name}", rows))
-    if rows.dtype != others.dtype:
-        raise TypeError(expected(name, f"{others.dtype}, as {others_name}", rows, f"Use {name}.to({others.dtype})."))
-    check_device(name, rows, others, others_name)

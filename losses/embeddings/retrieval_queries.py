@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...distributed.exchange import Exchange
 from ...errors import first_order_only
-from ...kernels.costs import costs_of
 from ...kernels.registration import exact, register
 from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
+from .base import sum_of_blocks
 
 
 def _loss_and_gradient(
@@ -79,25 +79,25 @@ def _sums_of_queries(
     """
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
-    gradient = torch.zeros_like(unit) if with_grad else None
     factors = weight if grad_values is None else grad_values if weight is None else weight * grad_values
-    step = max(1, costs_of(unit.device).similarities_at_once // max(1, count))
-    begin, end, _ = queries.indices(count)
-    for first in range(begin, end, step):
-        block = slice(first, min(first + step, end))
-        scores = unit[block] @ unit.t()  # [q, M]
+    first = queries.indices(count)[0]
+
+    def block_loss(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        block = slice(first + place.start, first + place.stop)
         same = labels[block, None] == labels
         others = torch.ones_like(same)
         for mask in (same, others):
-            mask.diagonal(first).fill_(False)  # a query does not rank itself
+            mask.diagonal(block.start).fill_(False)  # a query does not rank itself
         arguments = scores, same, others, None, temperature, with_grad
         values[block], slope, valid[block] = smooth_ap_and_gradient(*arguments)
-        if gradient is not None:
-            if factors is not None:
-                slope *= factors[block, None].to(slope.dtype)  # [q, M]
-            gradient[block] += slope @ unit
-            gradient += slope.t() @ unit[block]
-    return values if weight is None else values * weight, valid, gradient
+        if with_grad and factors is not None:
+            slope *= factors[block, None].to(slope.dtype)  # [q, M]
+        return values[block].sum(), slope
+
+    sums = sum_of_blocks(unit[queries], unit, unit.new_ones(()), (with_grad, with_grad, False), block_loss)
+    if sums.grad_candidates is not None and sums.grad_anchors is not None:
+        sums.grad_candidates[queries] += sums.grad_anchors
+    return values if weight is None else values * weight, valid, sums.grad_candidates
 
 
 queries = register(

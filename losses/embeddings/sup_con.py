@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange
+from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import gather_after
-from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
 from ...errors import check_temperature, expected
 from ...kernels.registration import exact
@@ -20,7 +22,7 @@ from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
-from .base import ContrastiveLoss, LocalLoss, log_sum_exp, softplus, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, check_like, exponentials_, softplus, sum_of_blocks
 from .retrieval import TENSORS, checked_labels
 
 
@@ -75,132 +77,185 @@ class SupConLoss(ContrastiveLoss):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, embeddings: Tensor, labels: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        *,
+        reference: Tensor | None = None,
+        reference_labels: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
         """Return the loss of the rows of all ranks, a scalar.
+
+        Each of ``reference`` and ``sample_weight`` is passed on every rank or on none.
 
         Args:
             embeddings: (N, D) of this rank, or (N, V, D) with V views of each row, which have its label; N and V may
                 differ between ranks, and N may be 0.
             labels: (N,) or (N, 1) integers or bools, in any order and number.
-            sample_weight: (N,) >= 0, of the rows in the mean over V, on every rank or on none. Every row stays a
-                candidate of the others.
+            reference: (M, D) or (M, V, D), another set, whose rows on all ranks are the candidates in place of the
+                embeddings, with a gradient. M may differ between ranks and may be 0. They enter the queue.
+            reference_labels: (M,) or (M, 1), those of the reference.
+            sample_weight: (N,) >= 0, of the rows in the mean over V; for weights of classes pass
+                ``class_weight[labels]``. Every row stays a candidate of the others.
         """
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
+        def bring() -> Offer[list[_Rows]]:
             check_temperature(self.temperature)
-            self._check_not_gathered(group, labels=labels)
-            has_views = isinstance(embeddings, Tensor) and not embeddings.is_nested and embeddings.ndim == 3
-            has_views = has_views and embeddings.shape[1] > 0
-            if has_views:
-                self._check_not_gathered(group, embeddings=embeddings)
-            elif isinstance(embeddings, Tensor) and not embeddings.is_nested and embeddings.ndim > 3:
-                fix = "Use embeddings.flatten(2) if dim 1 is views, else embeddings.flatten(1)."
-                raise ValueError(expected("embeddings", "shape (N, D) or (N, V, D)", embeddings, fix))
-            rows = self._checked("embeddings", embeddings.flatten(0, 1) if has_views else embeddings, group)
-            targets = checked_labels(labels, embeddings)
-            weight, check = weight_of_rows(sample_weight, embeddings, "embeddings", self.validate_args)
-            if has_views:
-                targets = targets.repeat_interleave(embeddings.shape[1])
-                weight = None if weight is None else weight.repeat_interleave(embeddings.shape[1])
-            check_values("embeddings", rows)
-            ignored = targets == self.ignore_index
-            if bool(ignored.any()):
-                kept = (~ignored).nonzero()[:, 0]
-                rows, targets = rows.index_select(0, kept), targets.index_select(0, kept)
-                weight = None if weight is None else weight.index_select(0, kept)
-            facts = {} if group is None else self._facts({})
-            tensors = rows, targets, weight
-            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
+            own, check = self._checked_rows("embeddings", embeddings, labels, sample_weight, group)
+            if (reference is None) != (reference_labels is None):
+                raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
+            sets, tensors, of_call = [own], own, {}
+            if reference is not None and reference_labels is not None:
+                sets.append(self._checked_rows("reference", reference, reference_labels, None, group)[0])
+                check_like("reference", sets[1].rows, own.rows, "embeddings")
+                tensors, of_call = own._replace(rows=None), {"reference": describe_rows(sets[1].rows)}
+            facts = {} if group is None else self._facts(of_call)
+            totals = [float(len(sets[-1].rows))]
+            return Offer(sets, facts, len(own.rows), totals, self._checksum, check, tensors, TENSORS)
 
         agreed = agree_on(call, group, bring)
-        rows, targets, weight = agreed.value
-        rows = self._comparable(rows)
-        live, exchange, first = rows.detach(), None, 0
+        sets, counts = agreed.value, [agreed.rows, (*(int(number) for number, *_ in agreed.totals),)]
+        rows = [self._comparable(part.rows) for part in sets]
+        live, exchange, first = sets[0], None, 0
+        candidates, names = rows[-1].detach(), sets[-1].labels
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
-                live, targets, weight = gathered = gather_after(call, group, agreed)
-                live = self._comparable(live)
-        needs_grad = torch.is_grad_enabled() and rows.requires_grad
-        local, has_pair = self._local_loss(rows.detach(), live, targets, weight, first, needs_grad)
-        loss = self._sum_over_ranks(local, [rows], [agreed.rows], exchange)
+                live = _Rows(*gather_after(call, group, agreed))
+                candidates, names = live[:2] if len(sets) == 1 else exchange.rows(sets[1][:2], counts[1])
+                candidates = self._comparable(candidates)
+        needs = [torch.is_grad_enabled() and part.requires_grad for part in rows]
+        own = [part.detach() for part in rows]
+        local, has_pair = self._local_loss(own, candidates, names, live.labels, live.weight, first, needs)
+        loss = self._sum_over_ranks(local, rows, counts, exchange)
         if self._enqueues:
-            self.queue.enqueue(live, targets)
+            self.queue.enqueue(candidates, names)
         if self.validate_args and self.training and self._hints.count_call():
             self._hints.observe_valid(has_pair, NO_PAIR)
-            if group is not None:
-                self._hints.observe_ranks(agreed.rows, gathered)
+            if group is not None and len(sets) == 1:
+                self._hints.observe_ranks(agreed.rows, live)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
+    def _checked_rows(
+        self, name: str, rows: Tensor, labels: Tensor, sample_weight: Tensor | None, group: ProcessGroup | None
+    ) -> tuple[_Rows, DeviceCheck | None]:
+        """Return the checked rows, one for each view, without those that are ignored, and the check of the weights."""
+        self._check_not_gathered(group, **{name: rows}, labels=labels)
+        has_views = isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 and rows.shape[1] > 0
+        if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim > 3:
+            fix = "Use embeddings.flatten(2) if dim 1 is views, else embeddings.flatten(1)."
+            raise ValueError(expected(name, "shape (N, D) or (N, V, D)", rows, fix))
+        flat = self._checked(name, rows.flatten(0, 1) if has_views else rows, group)
+        targets = checked_labels(labels, rows, name)
+        weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
+        if has_views:
+            targets = targets.repeat_interleave(rows.shape[1])
+            weight = None if weight is None else weight.repeat_interleave(rows.shape[1])
+        check_values(name, flat)
+        ignored = targets == self.ignore_index
+        if bool(ignored.any()):
+            kept = (~ignored).nonzero()[:, 0]
+            flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
+            weight = None if weight is None else weight.index_select(0, kept)
+        return _Rows(flat, targets, weight), check
+
     @torch.no_grad()
     def _local_loss(
-        self, rows: Tensor, live: Tensor, targets: Tensor, weight: Tensor | None, first: int, needs_grad: bool
+        self,
+        own: Sequence[Tensor],
+        live: Tensor,
+        names: Tensor,
+        targets: Tensor,
+        weight: Tensor | None,
+        first: int,
+        needs: Sequence[bool],
     ) -> tuple[LocalLoss, Tensor]:
-        """Return this rank's terms of the loss, and which of the ``live`` rows of all ranks have a pair, (M,) bool.
+        """Return this rank's terms of the loss, and which of the anchors of all ranks have a pair, (N,) bool.
 
-        ``rows`` begin at ``first`` of the ``live`` rows.
+        ``own`` are this rank's anchors, which begin at ``first`` of those of all with the labels ``targets`` (N,), and
+        its reference, if there is one. The ``live`` candidates (M, D) have the labels ``names``; without a reference
+        they are the anchors.
         """
-        candidates, labels = self._with_queue(live, targets)
-        _, label, count = labels.unique(return_inverse=True, return_counts=True)
-        groups = _LabelGroups(label, count, label.argsort(stable=True), count.cumsum(0) - count)
-        has_pair = count[label[: len(live)]] > 1
+        rows, has_reference = own[0], len(own) > 1
+        candidates, names = self._with_queue(live, names)
+        joined = torch.cat([targets, names]) if has_reference else names
+        distinct, label = joined.unique(return_inverse=True)
+        anchor, label = label[: len(targets)], label[len(joined) - len(names) :]
+        count = torch.bincount(label, minlength=len(distinct))
+        has_pair = count[anchor] > (not has_reference)
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
             weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[first : first + len(rows)]
+        groups = _LabelGroups(
+            anchor[first : first + len(rows)], count, label.argsort(stable=True), count.cumsum(0) - count
+        )
         largest = int(count.max()) if len(label) else 0
-        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=first)
-        scale, needs = rows.new_tensor(1.0 / self.temperature), (needs_grad, needs_grad, False)
-        total, grad_own, grad_all, *_ = exact(sum_of_blocks)(rows, candidates, scale, needs, block_loss)
-        grad_all = None if grad_all is None else grad_all[: len(live)]
+        of_self = None if has_reference else first
+        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=of_self)
+        scale = rows.new_tensor(1.0 / self.temperature)
+        sums = exact(sum_of_blocks)(rows, candidates, scale, (needs[0], needs[-1], False), block_loss)
+        of_live = None if sums.grad_candidates is None else sums.grad_candidates[: len(live)]
         # A NaN reaches the loss even if no row counts.
-        total = total + 0.0 * rows.sum(dtype=torch.float64)
-        return LocalLoss(total, total.new_zeros(0), [grad_own], [grad_all]), has_pair
+        total = sums.total + sum(0.0 * part.sum(dtype=torch.float64) for part in own)
+        nothing = [None] * has_reference
+        return LocalLoss(total, total.new_zeros(0), [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
+
+
+class _Rows(NamedTuple):
+    """Rows with their labels and weights, of this rank or of all."""
+
+    rows: Any  # [N, D]; None if they stay on their rank
+    labels: Tensor  # [N]
+    weight: Tensor | None = None  # [N]
 
 
 class _LabelGroups(NamedTuple):
     """The candidates of each label: the first ``number`` of ``order`` from ``start`` on."""
 
-    label: Tensor  # [K] of each candidate, from 0 on
+    label: Tensor  # [n] of each anchor, from 0 on
     number: Tensor  # [L]
     order: Tensor  # [K]
     start: Tensor  # [L]
 
 
 def _block_loss(
-    scores: Tensor, place: slice, groups: _LabelGroups, largest: int, weight: Tensor, first: int
+    scores: Tensor, place: slice, groups: _LabelGroups, largest: int, weight: Tensor, first: int | None
 ) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the other labels less a, the loss of a
     row is :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far
-    apart keep all digits. Row i of the block is candidate ``first + place.start + i``. S is the ``largest`` group.
+    apart keep all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None. S
+    is the ``largest`` group.
     """
-    anchor = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]  # [b, 1]
-    label, index = groups.label[anchor], torch.arange(largest, device=scores.device)
+    label, index = groups.label[place, None], torch.arange(largest, device=scores.device)
     inside = index < groups.number[label]  # [b, S]
     same = groups.order[(groups.start[label] + index).clamp_max_(len(groups.order) - 1)]
-    same = torch.where(inside, same, anchor)  # the row itself where the label has no more
-    inside &= same != anchor
-    number = groups.number[label[:, 0]] - 1  # [b] |P_i|
+    number = groups.number[label[:, 0]]  # [b] |P_i|
+    filler = same[:, :1]  # takes the places that the label has not; 0 is added to it
+    if first is not None:
+        filler = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]
+        inside, number = inside & (same != filler), number - 1
+    same = torch.where(inside, same, filler)
     share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
     positives = scores.gather(1, same)
-    near = log_sum_exp(positives.masked_fill(~inside, -math.inf))  # [b]
-    away = log_sum_exp(scores.scatter_(1, same, -math.inf))
+    inner = positives.masked_fill(~inside, -math.inf)
+    (near, of_near), (away, of_away) = exponentials_(inner), exponentials_(scores.scatter_(1, same, -math.inf))
     gap = away - near
     spread = ((near[:, None] - positives) * inside).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight.double()
-    push = gap.sigmoid()[:, None]
-    inner = (positives - near[:, None]).exp()
-    factor = weight[:, None].to(scores)
-    inner = torch.where(inside, inner - share[:, None] - inner * push, 0.0) * factor
-    slope = scores.sub_(away[:, None]).exp_().mul_(push * factor)
-    return total, slope.scatter_(1, same, inner)
+    push, factor = gap.sigmoid()[:, None], weight[:, None].to(scores)
+    inner *= of_near[:, None]
+    inner = (inner - share[:, None] - inner * push) * factor * inside
+    return total, scores.mul_(push * of_away[:, None] * factor).scatter_add_(1, same, inner)

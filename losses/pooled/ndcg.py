@@ -31,7 +31,7 @@ from ..rows import (
 )
 from .hints import NO_GRADES, Hints
 from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
-from .query_blocks import query_blocks
+from .query_blocks import query_blocks, slates_of_one_length
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 MOST_GRADES = 4096  # whole numbers up to it are counted, which is cheaper than sorting them
@@ -218,11 +218,12 @@ class NDCGLoss(CurrentTemperature):
         if temperature is None:
             temperature = SPREAD_MULTIPLE * spread_of(scores[None], None if member is None else member[None])
         self._last_temperature = temperature
-        if indexes is None:
-            whole = None if member is None else member[None]
-            values, valid = self._of_queries(scores[None], grades[None], whole, temperature)
-            factors = None if weight is None else _mean_of_rows(weight[None], whole)
-        else:
+        shape = (1, len(scores)) if indexes is None else slates_of_one_length(indexes)
+        if shape is not None:
+            whole = None if member is None else member.view(shape)
+            values, valid = self._of_queries(scores.view(shape), grades.view(shape), whole, temperature)
+            factors = None if weight is None else _mean_of_rows(weight.view(shape), whole)
+        elif indexes is not None:
             num_queries, blocks = query_blocks(indexes)
             values = scores.new_zeros(num_queries, dtype=torch.float64)
             values = values + scores[:0].sum()  # connects the loss to the rows even without a block

@@ -172,12 +172,101 @@ def test_views_are_rows_with_the_label_of_their_row(rank: int, queue_size: int) 
             of_queued = torch.cat([of_queued, of_rows[live]])[-queue_size:]
 
 
+def of_reference(
+    rows: Tensor, labels: Tensor, others: Tensor, names: Tensor, temperature: float, weight: Tensor
+) -> Tensor:
+    """Eq. 2 of Khosla et al. with the rows of another set as candidates, as pytorch-metric-learning's ``ref_emb``.
+
+    The mean over p of the rows with the label of i of -log(exp(x_ip / t) / sum over all j of exp(x_ij / t)), and over i
+    the mean with weights of those that have one.
+    """
+    losses, mass = [0.0 * (rows.sum() + others.sum())], 1e-300
+    for i, label in enumerate(labels.tolist()):
+        scores = others @ rows[i] / temperature
+        terms = [scores[p] - scores.exp().sum().log() for p, name in enumerate(names.tolist()) if name == label]
+        if terms:
+            losses.append(-weight[i] * sum(terms) / len(terms))
+            mass += float(weight[i])
+    return sum(losses) / mass
+
+
+@pytest.mark.parametrize("queue_size", [0, 14])
+@on_ranks()
+def test_a_reference_is_the_other_set(rank: int, queue_size: int) -> None:
+    """Against the formula over all ranks, with weights of classes, in five steps.
+
+    A rank has no anchors in the second and no reference in the third step; no rank has a reference in the fourth. Rows
+    of the reference have views and are ignored like the anchors, and enter the queue. The control ranks the anchors.
+    """
+    world_size, loss = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size)
+    queued, of_queued, class_weight = torch.zeros(0, 4).double(), LABELS[:0], torch.arange(1.0, 13.0).double()
+    for step in range(5):
+        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
+        numbers = [0 if step == 3 or (step == 2 and r == 1) else 3 + r for r in range(world_size)]
+        rows = [normal(count, 4, seed=10 * step + r) for r, count in enumerate(counts)]
+        views = [normal(number, 2, 4, seed=99 + 10 * step + r) for r, number in enumerate(numbers)]
+        labels = [LABELS[r + step :][:count] for r, count in enumerate(counts)]
+        names = [LABELS[r + step + 1 :][:number] for r, number in enumerate(numbers)]
+        all_rows, of_rows = unit(torch.cat(rows)), torch.cat(labels)
+        others, of_others = unit(torch.cat(views).flatten(0, 1)), torch.cat(names).repeat_interleave(2)
+        candidates = torch.cat([others[of_others != -100], queued])
+        of_candidates = torch.cat([of_others[of_others != -100], of_queued])
+        live, weight = of_rows != -100, class_weight[of_rows.clamp(-2)]
+        weight = torch.ones(len(of_rows)).double() if step % 2 else weight
+        given = all_rows[live], of_rows[live], candidates, of_candidates, 0.2
+        theirs = of_reference(*given, weight[live])
+        ours = loss(
+            rows[rank],
+            labels[rank],
+            reference=views[rank],
+            reference_labels=names[rank],
+            sample_weight=None if step % 2 else class_weight[labels[rank].clamp(-2)],
+        )
+        assert_close(ours, theirs, **EXACT)
+        if step in (0, 4):  # the controls
+            assert abs(of_reference(*given, torch.ones(len(of_rows)).double()) - theirs) > 1e-3
+        if step != 3:
+            control = sup_con(all_rows[live], of_rows[live], 0.2, queued, of_queued, weight[live])
+            assert abs(control - theirs) > 1e-3
+        for mine in (rows[rank], views[rank]):
+            (expected,) = torch.autograd.grad(theirs, mine, retain_graph=True)
+            (found,) = torch.autograd.grad(ours, mine, retain_graph=True)
+            assert_close(found, world_size * expected, **EXACT)
+        if queue_size:
+            queued = torch.cat([queued, others[of_others != -100].detach()])[-queue_size:]
+            of_queued = torch.cat([of_queued, of_others[of_others != -100]])[-queue_size:]
+            loss.queue.assert_synchronized()
+
+
+@on_ranks()
+def test_a_reference_on_one_process_only_is_refused_on_all(rank: int) -> None:
+    """In the first and the second step; so are one without labels and one of another dtype. The next call is right."""
+    loss, rows, labels = SupConLoss(), normal(6, 4), torch.arange(6) % 3
+    both = {"reference": rows, "reference_labels": labels}
+    wrong: dict[str, dict[str, Any]] = {
+        "Pass it on every rank or on none|embeddings": {},
+        "reference, reference_labels: expected both or none of them": {"reference": rows},
+        "reference: expected torch.float64": {**both, "reference": rows.float()},
+        r"reference: expected rows of 4 numbers": {**both, "reference": rows[:, :3]},
+        r"labels: expected shape \(6,\) or \(6, 1\), one entry per row of reference": {
+            **both,
+            "reference_labels": labels[:3],
+        },
+    }
+    for text, given in wrong.items():
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+                loss(rows, labels, **(given if rank == 0 else both))
+    assert_close(loss(rows, labels, **both), loss(rows, labels, **both))
+
+
 def test_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = normal(30, 4), normal(30, 4, seed=1)
     labels = torch.arange(30) % 7
 
     def outcome() -> tuple[Tensor, ...]:
         values = InfoNCELoss(symmetric=True)(*inputs), SupConLoss()(inputs[0], labels)
+        values = *values, SupConLoss()(inputs[0], labels, reference=inputs[1], reference_labels=labels.flip(0))
         return *values, *torch.autograd.grad(sum(values), inputs)
 
     whole = outcome()
