@@ -79,9 +79,18 @@ class ContrastiveLoss(HoldsQueue):
             raise RuntimeError(expected("differentiation", what, other, fix))
         return rows
 
+    @torch.no_grad()
     def _comparable(self, rows: Tensor) -> Tensor:
         """Return the rows as they are compared, in the dtype of the computation."""
-        return unit_rows(rows) if self.normalize else rows.to(compute_dtype(rows.dtype))
+        return unit_rows(rows) if self.normalize else rows.detach().to(compute_dtype(rows.dtype))
+
+    def _gradient_of_given(self, gradient: Tensor, unit: Tensor, rows: Tensor) -> Tensor:
+        """Return the gradient of the ``rows`` of a caller from that of :meth:`_comparable`, ``unit``."""
+        if self.normalize:
+            length = (rows.detach() * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
+            along = (gradient * unit).sum(dim=1, keepdim=True)
+            gradient = torch.addcmul(gradient, unit, along, value=-1) / torch.where(length == 0, 1.0, length)
+        return gradient.to(rows.dtype)
 
     def _with_queue(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows (M, D) with targets (M,), followed by those of the queue."""
@@ -94,6 +103,7 @@ class ContrastiveLoss(HoldsQueue):
         self,
         local: LocalLoss,
         rows: Sequence[Tensor],
+        unit: Sequence[Tensor],
         counts: Sequence[tuple[int, ...]],
         exchange: Exchange | None,
         learned: Sequence[tuple[Tensor, bool]] = (),
@@ -101,6 +111,7 @@ class ContrastiveLoss(HoldsQueue):
     ) -> Tensor:
         """Return the loss, the sum of those of the ranks, with the gradients of ``rows``, this rank's, and ``learned``.
 
+        ``unit`` are the ``rows`` as they are compared.
         ``counts`` are the numbers of rows of each rank, for each of ``rows``. ``learned`` are a learned scale and bias,
         each with whether it is sharded. Their gradients are summed over the ranks: on every rank they are those of one
         process, whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of
@@ -124,12 +135,13 @@ class ContrastiveLoss(HoldsQueue):
             sums = exchange.each(sums, "the sums").sum(dim=0)
             k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
             share = min(1.0, k / exchange.group.size())
-        value = sums[0].to(rows[0].dtype)
+        value = sums[0].to(unit[0].dtype)
         if with_grad:
             gradients: list[Tensor | None] = []
-            for of_tensor in zip(local.grad_own, grad_all):
-                present = [gradient for gradient in of_tensor if gradient is not None]
-                gradients.append(k * sum(present[1:], present[0]) if present else None)
+            for of_own, of_all, *given in zip(local.grad_own, grad_all, unit, rows):
+                present = [gradient for gradient in (of_own, of_all) if gradient is not None]
+                of_unit = sum(present[1:], present[0]) if present else None
+                gradients.append(None if of_unit is None else k * self._gradient_of_given(of_unit, *given))
             if is_clamped is not None:
                 sums[1] = torch.where(is_clamped, sums[1].clamp_min(0.0), sums[1])
             for slope, (parameter, is_sharded) in zip(sums[1:], learned):

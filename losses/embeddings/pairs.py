@@ -191,14 +191,15 @@ class PairLoss(ContrastiveLoss):
                 raise RankRuntimeError(expected(f"{call}: {name}", "the same on every rank", values, fix))
             learned.append((parameter, sharded[name]))
         (own, further, weight), num_further = agreed.value, (*map(int, numbers),)
-        rows = [self._comparable(tensor) for tensor in (own.keys, cast(Tensor, own.queries), *further[:1])]
-        live, all_rows = own, [tensor.detach() for tensor in rows]
+        given = [own.keys, cast(Tensor, own.queries), *further[:1]]
+        rows = all_rows = [self._comparable(tensor) for tensor in given]
+        live = own
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
                 live = _Pairs(*gather_after(call, exchange.group, agreed))
                 further = exchange.rows(further, num_further) if further else further
                 gathered = live.keys, live.queries, *further[:1]
-                all_rows = [a if b is None else self._comparable(b) for a, b in zip(all_rows, gathered)]
+                all_rows = [a if b is None else self._comparable(b) for a, b in zip(rows, gathered)]
         if weight is None:
             share = rows[0].new_full((len(rows[0]),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
         else:
@@ -212,10 +213,11 @@ class PairLoss(ContrastiveLoss):
         else:
             scale = scale / self.temperature
         bias = self._bias(scale, [tensor.detach() for tensor, _ in learned[1:]])
-        needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in rows]
+        needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in given]
         masks = self._masks(own, live, further[1:])
         local = self._local_loss(rows, all_rows, needs, masks, first, scale, bias, share)
-        loss = self._sum_over_ranks(local, rows, [agreed.rows, agreed.rows, num_further], exchange, learned, is_clamped)
+        counts = agreed.rows, agreed.rows, num_further
+        loss = self._sum_over_ranks(local, given, rows, counts, exchange, learned, is_clamped)
         if self._enqueues and has_values(loss):
             self.queue.enqueue(all_rows[0], masks[0].labels)
         is_hinted = self.validate_args and self.training and has_values(loss)
@@ -334,7 +336,7 @@ class PairLoss(ContrastiveLoss):
         ]
         for anchors, others, places, block_loss in directions[: 1 + (self.symmetric and not shares_product)]:
             wanted = needs[anchors], any(needs[place] for place in places), self.logit_scale is not None
-            result = exact(sum_of_blocks)(rows[anchors].detach(), others, scale, wanted, block_loss, bias)
+            result = exact(sum_of_blocks)(rows[anchors], others, scale, wanted, block_loss, bias)
             # Every rank sends the same gradients, whether it shares the product or not.
             (grad_all if shares_product else grad_own)[anchors], begin = result.grad_anchors, 0
             for place in places:

@@ -119,9 +119,10 @@ class SupConLoss(ContrastiveLoss):
 
         agreed = agree_on(call, group, bring)
         sets, counts = agreed.value, [agreed.rows, (*(int(number) for number, *_ in agreed.totals),)]
-        rows = [self._comparable(part.rows) for part in sets]
+        given = [part.rows for part in sets]
+        rows = [self._comparable(part) for part in given]
         live, exchange, first = sets[0], None, 0
-        candidates, names = rows[-1].detach(), sets[-1].labels
+        candidates, names = rows[-1], sets[-1].labels
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
@@ -129,10 +130,9 @@ class SupConLoss(ContrastiveLoss):
                 live = _Rows(*gather_after(call, group, agreed))
                 candidates, names = live[:2] if len(sets) == 1 else exchange.rows(sets[1][:2], counts[1])
                 candidates = self._comparable(candidates)
-        needs = [torch.is_grad_enabled() and part.requires_grad for part in rows]
-        own = [part.detach() for part in rows]
-        local, has_pair = self._local_loss(own, candidates, names, live.labels, live.weight, first, needs)
-        loss = self._sum_over_ranks(local, rows, counts, exchange)
+        needs = [torch.is_grad_enabled() and part.requires_grad for part in given]
+        local, has_pair = self._local_loss(rows, candidates, names, live.labels, live.weight, first, needs)
+        loss = self._sum_over_ranks(local, given, rows, counts, exchange)
         if self._enqueues:
             self.queue.enqueue(candidates, names)
         if self.validate_args and self.training and self._hints.count_call():

@@ -299,6 +299,10 @@ def test_the_lines_about_pytorch_metric_learning() -> None:
     assert_close(two_views, fullrank.SupConLoss(0.5)(views, torch.arange(12)), **SUMS)
     several = theirs.NTXentLoss(temperature=0.5)(rows[0], labels)
     assert abs(several - fullrank.SupConLoss(0.5)(rows[0], labels)) > 1e-3
+    of_two = theirs.SupConLoss(temperature=0.1)(rows[0], labels, ref_emb=rows[1], ref_labels=labels.flip(0))
+    given = {"reference": rows[1], "reference_labels": labels.flip(0)}
+    assert_close(of_two, fullrank.SupConLoss(0.1)(rows[0], labels, **given), **SUMS)
+    assert abs(of_two - fullrank.SupConLoss(0.1)(rows[0], labels)) > 1e-3
     memory = theirs.CrossBatchMemory(theirs.SupConLoss(temperature=0.1), embedding_size=6, memory_size=48).double()
     loss = fullrank.SupConLoss(0.1, queue_size=24)
     for batch in rows:
