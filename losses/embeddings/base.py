@@ -207,19 +207,23 @@ def sum_of_blocks(
 
 
 def blocks_of_scores(
-    anchors: Tensor, candidates: Tensor, scale: Tensor | float = 1.0
+    anchors: Tensor, candidates: Tensor, scale: Tensor | float = 1.0, fewest: int | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory."""
-    step, memory = anchors_at_once(candidates), None
+    """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory.
+
+    A block has at least the ``fewest`` anchors, None for ``FEWEST_ANCHORS``, however many candidates (K, D) there are.
+    """
+    step, memory = anchors_at_once(candidates, fewest), None
     for begin in range(0, len(anchors) if len(candidates) else 0, step):
         block = anchors[begin : begin + step] * scale
         memory = block.new_empty(len(block), len(candidates)) if memory is None else memory[: len(block)]
         yield slice(begin, begin + len(block)), torch.mm(block, candidates.t(), out=memory)
 
 
-def anchors_at_once(candidates: Tensor) -> int:
-    """Return how many anchors a block has against candidates (K, D)."""
-    return max(FEWEST_ANCHORS, costs_of(candidates.device).similarities_at_once // max(1, len(candidates)))
+def anchors_at_once(candidates: Tensor, fewest: int | None = None) -> int:
+    """Return how many anchors a block of :func:`blocks_of_scores` has."""
+    entries = costs_of(candidates.device).similarities_at_once
+    return max(FEWEST_ANCHORS if fewest is None else fewest, entries // max(1, len(candidates)))
 
 
 def exponentials_(scores: Tensor) -> tuple[Tensor, Tensor]:

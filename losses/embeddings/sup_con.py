@@ -151,7 +151,7 @@ class SupConLoss(ContrastiveLoss):
         self._check_not_gathered(group, **{name: rows}, labels=labels)
         has_views = isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 and rows.shape[1] > 0
         if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim > 3:
-            fix = "Use embeddings.flatten(2) if dim 1 is views, else embeddings.flatten(1)."
+            fix = f"Use {name}.flatten(2) if dim 1 is views, else {name}.flatten(1)."
             raise ValueError(expected(name, "shape (N, D) or (N, V, D)", rows, fix))
         flat = self._checked(name, rows.flatten(0, 1) if has_views else rows, group)
         targets = checked_labels(labels, rows, name)
