@@ -71,9 +71,12 @@ OF_CALLS: dict[str, Any] = {
     "negatives": of_rows(8, 1),
     "labels": lambda rows: torch.arange(len(rows)) % 5,
     "mask": lambda rows: (of_rows(3, 2)(rows), of_rows(3, 3)(rows)),
+    "reference": lambda rows: rows.flip(0) + 0.1,
+    "reference_labels": lambda rows: torch.arange(len(rows)) % 5,
     "return_per_class": True,
     "return_diagnostics": True,
 }
+TOGETHER = "reference", "reference_labels"  # of which one without the other is refused
 
 
 class Case(NamedTuple):
@@ -118,6 +121,8 @@ class Case(NamedTuple):
             call.pop(self.argument, None)
             if is_changed:
                 call[self.argument] = self.value(x) if callable(self.value) else self.value
+            if is_changed and self.argument in TOGETHER:
+                call |= {name: OF_CALLS[name](x) for name in TOGETHER}
         elif self.argument == "weighting":
             call["sample_weight"] = OF_CALLS["sample_weight"](x)
         elif self.argument == "mask_margin":
@@ -169,7 +174,7 @@ def take_steps(case: Case, ranks: str, is_changed: bool = True) -> list[Tensor]:
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         cut = slice(None) if ranks == "all" else own
         call = tree_map_only(Tensor, lambda rows: rows[cut].clone(), call)  # noqa: B023
-        names = {"logits", "inputs", "embeddings", "queries", "keys", "negatives"} & call.keys()
+        names = {"logits", "inputs", "embeddings", "queries", "keys", "negatives", "reference"} & call.keys()
         leaves = [call[name].requires_grad_() for name in sorted(names)]
         if hasattr(loss, "on_train_batch_start"):
             loss.on_train_epoch_start(index)

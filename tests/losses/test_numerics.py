@@ -235,7 +235,8 @@ def test_weights_count_by_their_ratios(name: str, weight: tuple[torch.dtype, flo
         loss = form.call(num_classes=3)(**form.arguments(leaf, torch.arange(64) % 3), sample_weight=given)
         outcomes.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     assert outcomes[1][0] > 0
-    atol = 1e-7 if name.startswith("siglip") else 1e-8  # its terms cancel
+    # The terms of these two cancel: of 150 seeds SupCon is beyond 1e-8 in a third, by the rounding of the weights.
+    atol = 1e-7 if name.startswith(("siglip", "sup_con")) else 1e-8
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=5e-6, atol=atol)
     assert not torch.allclose(outcomes[2][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
 
