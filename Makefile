@@ -26,7 +26,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make docs    build the documentation into site/ (site/index.html), strictly and without the network"
 	@echo "make bench   run every script in benchmarks/, one after another"
-	@echo "make gpu     on a machine with CUDA: tests, checks, launches, speed and memory, into benchmarks/results/gpu.json"
+	@echo "make gpu     on a machine with CUDA (BUDGET=seconds PART=name): checks, speed, memory, tests, into benchmarks/results/gpu.json"
 	@echo "make release build sdist and wheel into dist/, check them, use the wheel in an empty environment"
 	@echo "make clean   remove .venv, site, build products and caches"
 	@echo "PYTHON=...   the interpreter .venv is made with (default: python3)"
@@ -89,7 +89,7 @@ bench: $(BENCH_STAMP)
 
 # With the Python that you name: .venv has torch for the CPU.
 gpu:
-	@$(PYTHON) benchmarks/gpu.py
+	@$(PYTHON) benchmarks/gpu.py $(if $(BUDGET),--budget $(BUDGET)) $(if $(PART),--part "$(PART)")
 
 # All of a release that needs no account: .github/workflows/release.yml does the rest from a tag.
 release:

@@ -1,125 +1,265 @@
-"""What a machine with CUDA says: the tests on its device, preflight, waits and launches of a step, speed, memory.
+"""What a machine with CUDA says: preflight, speed, waits and operators of a step, memory, the tests on its device.
 
-Usage: make gpu PYTHON=python3     with the Python of a CUDA build of torch, after ``pip install -e ".[test]"``
-       python benchmarks/gpu.py [--quick] [--device cuda] [--out FOLDER]
+Usage: make gpu PYTHON=python3 [BUDGET=seconds] [PART=speed]     with the Python of a CUDA build of torch
+       python benchmarks/gpu.py [--quick] [--device cuda] [--budget SECONDS] [--part NAME] [--out FOLDER]
 
-Writes gpu.json with the machine: attach it to an issue, whatever it says. Without CUDA it says so in one line. Each
-part has a limit of its own, 17 minutes in all; one that fails or ends at its limit is in the file with the end of its
-output, and the next one runs. Speed has no limit. Speed is that of forward and backward
-against one ``torch.sort`` of the same scores, memory the most that torch had allocated above the inputs, a row.
+Writes gpu.json with the machine: attach it to an issue, whatever it says. Each part is a process with a limit of its
+own, and the file is replaced as results come: what was measured is there whenever this ends, even if it is killed. Of
+a budget no part but the last gets more than half of what is left. ``--part`` runs one part and leaves the others in the
+file as they are. Without CUDA it says so in one line.
+
+Needs torch and numpy, no network. If fullrank is not installed, the clone is used. Tests whose packages are missing are
+skipped by name. Speed is that of forward and backward against one ``torch.sort`` of the same scores, memory the most
+that torch had allocated above the inputs, a row.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from report import ROOT, Record, Run, interleave, make_rows, print_records, training_step
+
+if importlib.util.find_spec("fullrank") is None:  # the root of the clone is the package, under the name of its folder
+    _LINKS = tempfile.mkdtemp(prefix="fullrank-")
+    atexit.register(shutil.rmtree, _LINKS)
+    Path(_LINKS, "fullrank").symlink_to(Path(__file__).resolve().parents[1])
+    sys.path.append(_LINKS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _LINKS]))
+
+from report import ROOT, Record, Run, interleave, make_rows, training_step
 
 import fullrank
 
-TESTS, STEPS = ROOT / "tests", ROOT / "benchmarks" / "steps.py"
+STEPS = ROOT / "benchmarks" / "steps.py"
 ROWS, QUICK_ROWS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000), (1_000,)
 SHARE = 0.01  # of positives
-LIMITS_S = {"tests": 540, "preflight": 120, "preflight over processes": 120, "steps": 240}
+# Seconds, in the order in which the parts run.
+LIMITS = {"environment": 60, "preflight": 120, "preflight over processes": 120, "preflight over gloo": 120}
+LIMITS |= {"speed": 120, "launches": 240, "memory": 60, "tests": 540}
 LINES = 30  # of the output that is kept
+GRACE_S = 5  # for torchrun, which ends its processes
+# The files of tests/ with tests that take a device. Collecting all files to find them would take minutes.
+TESTS = ["test_device.py", "losses/test_loss_values.py", "losses/test_contract.py", "losses/test_retrieval.py"]
+TESTS += ["losses/test_contrast.py", "losses/test_hints.py", "losses/test_ndcg.py", "losses/test_every_loss.py"]
+TESTS += ["losses/test_causal_lm.py", "accumulation/test_accumulate.py", "accumulation/test_replay.py"]
+TESTS += ["gradients/test_grad_norm_local.py", "metrics/test_metrics.py", "queues/test_queue.py"]
+TESTS += ["preflight/test_site.py"]
+EXTRAS = ("pytest", "sklearn", "torchmetrics", "scipy")  # that some tests import
+NCCL_SHARES_A_DEVICE = (2, 30)  # the first version that can, if NCCL_MULTI_RANK_GPU_ENABLE is set
 
 
-def part(name: str, arguments: list[Any]) -> Record:
-    """Run a program in its limit, and return its exit status, its time and the end of its output."""
-    print(f"{name}: at most {LIMITS_S[name]} s", flush=True)
-    start = time.perf_counter()
-    try:
-        command = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMITS_S[name]
-        )
-        status, output = str(done.returncode), done.stdout
-    except subprocess.TimeoutExpired as expired:
-        text = expired.stdout or ""
-        status, output = "limit", text.decode(errors="replace") if isinstance(text, bytes) else text
-    seconds, lines = time.perf_counter() - start, output.replace(str(ROOT), ".").splitlines()[-LINES:]
-    print("\n".join([*lines, f"{name}: exit status {status}, {seconds:.0f} s"]), flush=True)
-    return {"part": name, "status": status, "seconds": seconds, "output": lines}
+def environment(device: torch.device, _: tuple[int, ...]) -> Iterator[Record]:
+    """Yield what the results depend on besides the machine."""
+    yield {"device": str(device), "missing": [name for name in EXTRAS if importlib.util.find_spec(name) is None]}
+    if device.type == "cuda":
+        facts, nccl = torch.cuda.get_device_properties(device), torch.distributed.is_nccl_available()
+        yield {
+            "name": facts.name,
+            "count": torch.cuda.device_count(),
+            "capability": f"{facts.major}.{facts.minor}",
+            "memory_gib": facts.total_memory / 2**30,
+            "cuda": torch.version.cuda,
+            "nccl": [*torch.cuda.nccl.version()] if nccl else None,
+        }
 
 
-def read(path: Path) -> Any:
-    """Return the JSON that a part has written, None if it did not come so far."""
-    return json.loads(path.read_text("utf-8")) if path.exists() else None
-
-
-def speed_and_memory(device: torch.device, sizes: tuple[int, ...]) -> list[Record]:
-    """Return the time of a step of SmoothAPLoss against one sort, and its memory, by rows."""
-    found = []
+def speed(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
+    """Yield the time of a step of SmoothAPLoss against one sort, by rows."""
     for rows in sizes:
-        logits, targets = (tensor.detach().to(device) for tensor in make_rows(rows, 1, SHARE))
-        step = training_step(fullrank.SmoothAPLoss(num_classes=1), logits.requires_grad_(), targets)
+        step, logits = _step(device, rows)
         flat = logits.detach().flatten()
         times = interleave({"ours": step, "sort": lambda flat=flat: torch.sort(flat)}, 5, device)
         ours, sort = median(times["ours"]), median(times["sort"])
-        record: Record = {"rows": rows, "ours_ms": ours * 1e3, "sort_ms": sort * 1e3, "ratio": ours / sort}
-        if device.type == "cuda":
-            logits.grad = None
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            step()
-            record["bytes_per_row"] = (torch.cuda.max_memory_allocated(device) - before) / rows
-        found.append(record)
-        print(f"{rows:,} rows: {record}", flush=True)
-    return found
+        yield {"rows": rows, "ours_ms": ours * 1e3, "sort_ms": sort * 1e3, "ratio": ours / sort}
 
 
-def gpu(device: torch.device) -> Record:
-    """Return what the results depend on besides the machine."""
-    if device.type != "cuda":
-        return {"device": str(device)}
-    facts = torch.cuda.get_device_properties(device)
-    return {
-        "device": facts.name,
-        "count": torch.cuda.device_count(),
-        "capability": f"{facts.major}.{facts.minor}",
-        "memory_gib": facts.total_memory / 2**30,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
-    }
+def memory(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
+    """Yield the memory of such a step, by rows."""
+    for rows in sizes:
+        step, logits = _step(device, rows)
+        step()  # fills caches
+        logits.grad = None
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        yield {"rows": rows, "bytes_per_row": (torch.cuda.max_memory_allocated(device) - before) / rows}
+
+
+def _step(device: torch.device, rows: int) -> tuple[Any, torch.Tensor]:
+    logits, targets = (tensor.detach().to(device) for tensor in make_rows(rows, 1, SHARE))
+    return training_step(fullrank.SmoothAPLoss(num_classes=1), logits.requires_grad_(), targets), logits
+
+
+OWN = {"environment": environment, "speed": speed, "memory": memory}  # what this script measures itself
+
+
+def test_files() -> tuple[list[Path], list[str]]:
+    """Return the files whose packages are there, and why the others are skipped."""
+    chosen, skipped = [], []
+    for name in TESTS:
+        imports = re.findall(r"^(?:from|import) (\w+)", (ROOT / "tests" / name).read_text("utf-8"), re.MULTILINE)
+        missing = [extra for extra in EXTRAS if extra in imports and importlib.util.find_spec(extra) is None]
+        if missing:
+            skipped.append(f"skipped: {name} needs {', '.join(missing)}")
+        else:
+            chosen.append(ROOT / "tests" / name)
+    return chosen, skipped
+
+
+def command_of(name: str, device: torch.device, quick: bool, facts: Record, folder: Path) -> list[str]:
+    """Return the command of a part, which writes its results into ``folder``; facts are those of the environment."""
+    size = ["--quick"] if quick else []
+    if name in OWN:
+        return [__file__, "--work", name, "--device", str(device), "--out", str(folder), *size]
+    if name == "launches":
+        return [str(STEPS), "--device", str(device), "--out", str(folder), *size]
+    if name == "tests":
+        files = [ROOT / "tests" / "test_device.py"] if quick else test_files()[0]
+        marks = "not full and not slow" if quick else "not full"
+        return ["-m", "pytest", "-v", "--tb=short", "-k", device.type, "-m", marks, *map(str, files)]
+    preflight = ["-m", "fullrank", "--json", str(folder / f"{name}.json"), "--device"]
+    if name == "preflight":
+        return [*preflight, str(device)]
+    processes = 2
+    if name == "preflight over processes" and device.type == "cuda":
+        shares = tuple(facts.get("nccl") or ()) >= NCCL_SHARES_A_DEVICE
+        processes = max(facts.get("count", 1), 2 if shares else 1)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*torchrun, *preflight, device.type, *(["--backend", "gloo"] if "gloo" in name else [])]
+
+
+def results_of(name: str, folder: Path, output: str) -> Any:
+    """Return what a part has found so far."""
+    if name == "tests":
+        outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", output, re.MULTILINE)
+        bad = [test for test, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+        return {**Counter(outcome for _, outcome in outcomes), "failed": bad, "left_out": test_files()[1]}
+    path = folder / f"{'steps' if name == 'launches' else name}.json"
+    found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return found.get("records", found) if name in OWN else found
+
+
+def has_failed(part: Record) -> bool:
+    """Return whether a part says that something is wrong; two processes on one device are no failure of that device."""
+    if part["status"] in ("0", "limit") or part["status"].startswith("skipped"):
+        return False
+    checks = part["results"].get("checks", []) if isinstance(part["results"], dict) else []
+    bad = {check["name"] for check in checks if check["outcome"] in ("FAILED", "not run")}
+    return bad != {"placement"}
+
+
+def reason_to_skip(name: str, device: torch.device) -> str | None:
+    """Return why a part cannot say anything here, None if it can."""
+    if name == "tests" and importlib.util.find_spec("pytest") is None:
+        return "pytest is missing"
+    if device.type != "cuda" and name == "memory":
+        return f"torch does not count the memory of a {device.type}"
+    if device.type == "cpu" and name == "preflight over gloo":
+        return "gloo is what the processes before used"
+    return None
+
+
+def run_part(script: Run, name: str, parts: dict[str, Record], limit: float) -> None:
+    """Run a part, at most ``limit`` seconds, and write its results into the file whenever there are more."""
+    options = script.options
+    print(f"{name}: at most {limit:.0f} s", flush=True)
+    environment_facts = [*parts.get("environment", {}).get("results", []), {}, {}][1]
+    variables = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    start, old = time.monotonic(), None
+    with tempfile.TemporaryDirectory(prefix="fullrank-") as given:
+        folder, status = Path(given), "running"
+        command = command_of(name, options.device, options.quick, environment_facts, folder)
+        with open(folder / "output", "w+") as sink:
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=variables, stdout=sink, stderr=subprocess.STDOUT
+            )
+            try:
+                while status == "running":
+                    time.sleep(0.2)
+                    code, seconds = process.poll(), time.monotonic() - start
+                    if code is None and seconds > limit:
+                        end(process)
+                        status = "limit"
+                    elif code is not None:
+                        status = str(code)
+                    output = (folder / "output").read_text("utf-8", errors="replace").replace(str(ROOT), ".")
+                    new = status, output, results_of(name, folder, output)
+                    if new != old:
+                        old, lines = new, output.splitlines()[-LINES:]
+                        record = {"status": status, "seconds": seconds, "limit_s": limit, "output": lines}
+                        parts[name] = record | {"commit": script.machine["commit"], "results": new[2]}
+                        script.write(parts=parts)
+            finally:
+                end(process)
+    print("\n".join([*lines, f"{name}: exit status {status}, {seconds:.0f} s"]), flush=True)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End ``process``, if it runs, and what it has started, if it is torchrun."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def work(script: Run, name: str, device: torch.device) -> None:
+    """Measure a part in this process, and write each record when it is there."""
+    script.name, records = name, []
+    for record in OWN[name](device, QUICK_ROWS if script.options.quick else ROWS):
+        records.append(record)
+        print(record, flush=True)
+        script.write(records=records)
 
 
 def main() -> int:
     """Measure, print, write; return 1 if a test or a check failed."""
     script = Run(__doc__, "gpu")
-    script.parser.add_argument("--device", default="cuda", help="default: cuda")
-    device = torch.device(script.parser.parse_args().device)
+    script.parser.add_argument("--device", default="cuda", type=torch.device, help="default: cuda")
+    script.parser.add_argument("--budget", type=float, help="seconds for all parts")
+    script.parser.add_argument("--part", choices=LIMITS, help="run this part alone")
+    script.parser.add_argument("--work", choices=OWN, help="measure it in this process, as a part of a run")
+    device = script.parser.parse_args().device
     if device.type == "cuda" and not torch.cuda.is_available():
         print(f"no CUDA device, or torch {torch.__version__} was built without CUDA: nothing was measured")
         return 0
     options = script.start()
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        chosen = [TESTS / "test_device.py"] if options.quick else [TESTS]
-        marks = "not full and not slow" if options.quick else "not full"
-        parts = [part("tests", ["-m", "pytest", "-q", "-k", device.type, "-m", marks, *chosen])]
-        one = ["-m", "fullrank", "--device", device, "--json"]
-        parts.append(part("preflight", [*one, folder / "one.json"]))
-        count = torch.cuda.device_count() if device.type == "cuda" else 2
-        if count > 1:
-            over = [*torchrun, "--nproc-per-node", count, "-m", "fullrank"]
-            several = [*over, "--device", device.type, "--json", folder / "several.json"]
-            parts.append(part("preflight over processes", several))
-        given = [STEPS, "--device", device, "--out", folder, *(["--quick"] if options.quick else [])]
-        parts.append(part("steps", given))
-        preflight, steps = [read(folder / "one.json"), read(folder / "several.json")], read(folder / "steps.json")
-    speed = speed_and_memory(device, QUICK_ROWS if options.quick else ROWS)
-    print_records("SmoothAPLoss, forward and backward, against one sort", speed)
-    script.write(gpu=gpu(device), parts=parts, preflight=preflight, steps=steps, speed=speed)
-    return int(any(one["status"] != "0" for one in parts))
+    if options.work:
+        work(script, options.work, device)
+        return 0
+    folder = script.folder()
+    path = None if folder is None else folder / "gpu.json"
+    keeps = options.part and path is not None and path.exists()
+    parts: dict[str, Record] = json.loads(path.read_text("utf-8"))["parts"] if keeps else {}
+    todo = [options.part] if options.part else [*LIMITS]
+    deadline = time.monotonic() + (options.budget or sum(LIMITS.values()))
+    script.write(parts=parts)
+    for name in todo:
+        left = deadline - time.monotonic()
+        limit = min(LIMITS[name], left if name == todo[-1] else left / 2)
+        reason = "the budget is spent" if limit < 1 else reason_to_skip(name, device)
+        if reason is None:
+            run_part(script, name, parts, limit)
+        else:
+            parts[name] = {"status": f"skipped: {reason}", "seconds": 0.0, "results": {}}
+            print(f"{name}: skipped: {reason}", flush=True)
+            script.write(parts=parts)
+    return int(any(has_failed(parts[name]) for name in todo))
 
 
 if __name__ == "__main__":

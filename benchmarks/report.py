@@ -56,7 +56,7 @@ class Run:
             repeats: default of ``--repeats``; None for a script without repetitions.
             full: what ``--full`` does; None where the default is the full run.
         """
-        self.name, self.full = name, full
+        self.name, self.full, self.is_written = name, full, False
         self.parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         amount = self.parser.add_mutually_exclusive_group()
         amount.add_argument("--quick", action="store_true", help="small sizes, seconds; only shows that it runs")
@@ -87,16 +87,22 @@ class Run:
         return self.options.out or (default if self.size == "full" else None)
 
     def write(self, **results: Any) -> None:
-        """Write the results with the machine, if anything is to be written, and print the path."""
+        """Write the results with the machine, if anything is to be written, and print the path once.
+
+        The file is replaced: a script that ends at any moment leaves a whole one.
+        """
         folder = self.folder()
         if folder is None:
             return
         options = {key: vars(self.options)[key] for key in ("quick", "repeats") if key in vars(self.options)}
         text = json.dumps(_rounded({"machine": self.machine, **options, **results}), indent=1)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        path.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")
-        print(f"\nResults: {path}")
+        path, new = folder / f"{self.name}.json", folder / f".{self.name}.{os.getpid()}"
+        new.write_text(re.sub(r"\{[^{}]*\}", lambda record: re.sub(r"\n *", " ", record[0]), text) + "\n")
+        new.replace(path)
+        if not self.is_written:
+            print(f"\nResults: {path}")
+        self.is_written = True
 
 
 def machine() -> Record:

@@ -123,11 +123,14 @@ def measure_machine(device: torch.device, product: int, num_bytes: int) -> Machi
     return Machine(times["launch"] / 100, times["wait"] / 100, num_bytes / times["copy"], operations)
 
 
-def measure_steps(site: Site, rows: tuple[int, ...]) -> list[StepCost]:
-    """Measure a step of each loss of each size. Every rank has ``rows`` rows, which are gathered."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hints about the random rows
-        return [_measure(site, name, count) for count in rows for name in checks.LOSSES]
+def measure_steps(site: Site, rows: tuple[int, ...]) -> Iterator[StepCost]:
+    """Yield a step of each loss of each size. Every rank has ``rows`` rows, which are gathered."""
+    for count in rows:
+        for name in checks.LOSSES:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # hints about the random rows
+                step = _measure(site, name, count)
+            yield step
 
 
 def _measure(site: Site, name: str, rows: int) -> StepCost:
@@ -294,11 +297,14 @@ def main() -> None:
     options = script.start()
     rows, product, num_bytes = ((20,), 8, 1_000) if options.quick else (ROWS, PRODUCT, MOST_BYTES)
     with open_site(options.backend, options.device, 60) as site:
-        constants, found = measure_machine(site.device, product, num_bytes), measure_steps(site, rows)
+        constants, found = measure_machine(site.device, product, num_bytes), []
+        for step in measure_steps(site, rows):
+            found.append(step)
+            if site.rank == 0:  # after each: whoever ends the script keeps what was measured
+                results = {"constants": constants._asdict(), "steps": [one._asdict() for one in found]}
+                script.write(device=str(site.device), world_size=site.world_size, **results)
         if site.rank == 0:
             print_steps(constants, found)
-            results = {"constants": constants._asdict(), "steps": [step._asdict() for step in found]}
-            script.write(device=str(site.device), world_size=site.world_size, **results)
 
 
 if __name__ == "__main__":
