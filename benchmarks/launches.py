@@ -1,13 +1,14 @@
 """What a step costs on an accelerator: waits, kernels and bytes, counted on the simulated device of tests/device.py.
 
 Usage: python benchmarks/launches.py [--quick] [--lines NAME]
-       torchrun --nproc-per-node 2 benchmarks/launches.py
+       torchrun --nproc-per-node 2 benchmarks/launches.py [--mixed] [--lines NAME]
 
 Nothing is measured in seconds, so the counts are those of every machine. The last column is a model: 5 us for each
 launch, 20 us for each wait, and 2.5e12 bytes a second, as of a GPU with HBM3 that is driven by eager torch. A GPU that
 runs torch.float64 slowly takes longer. ``--lines`` prints the lines of the package that cost most in one step.
 
-Under torchrun every step is over ranks, in a group that is like one of NCCL: it serves the simulated device alone.
+Under torchrun every step is over ranks, in a group that is like one of NCCL: it serves the simulated device alone, or
+with ``--mixed`` the host too, as ``cpu:gloo,cuda:nccl`` does.
 Each is the third of its kind: the first steps fill caches and the queue.
 """
 
@@ -64,6 +65,8 @@ STEPS = {
 }
 QUICK = [name for name, step in STEPS.items() if not step.is_large]
 OVER_RANKS = {
+    "SmoothAP": STEPS["SmoothAP"],
+    "SmoothAP of few rows, queue of 1,024": STEPS["SmoothAP"]._replace(loss=_ap(queue_size=1024)),
     "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
     "SmoothAP, sharded": Step(lambda: ShardedLoss(_ap()()), 100_000),
     "Recall, sharded": Step(lambda: ShardedLoss(losses.RecallAtQuantileLoss(1, temperature=0.1)), 100_000),
@@ -175,6 +178,7 @@ def main() -> None:
     """Count the steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="leave out what takes seconds")
+    parser.add_argument("--mixed", action="store_true", help="under torchrun: in a group that serves the host too")
     parser.add_argument(
         "--lines", choices=[*STEPS, *OVER_RANKS, *WINDOWS], help="print the lines that cost most in this step"
     )
@@ -182,7 +186,7 @@ def main() -> None:
     rank, is_alone = int(os.environ.get("RANK", 0)), "WORLD_SIZE" not in os.environ
     steps = STEPS if is_alone else OVER_RANKS | WINDOWS
     if not is_alone:
-        init_process_group()
+        init_process_group(arguments.mixed)
     if arguments.lines:
         report = counts_of(steps[arguments.lines], rank).report(400)
         print(f"rank {rank}: {report}")

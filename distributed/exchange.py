@@ -89,24 +89,22 @@ class Exchange(NamedTuple):
             tensors: dtypes and trailing shapes are equal on every rank; contiguous or not.
             counts: the number of rows of every rank, from the header.
         """
-        most, device = max(counts), tensors[0].device
+        most = max(counts)
         if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:
             return [self._gather_bytes(tensors[0], (len(counts) * most, *tensors[0].shape[1:]))]
         block = _pack_rows(tensors, most)
-        gathered = self._gather_bytes(block, (len(counts), block.numel()))
-        places = padded_places(counts, device) if min(counts) < most and device.type != "cpu" else None
+        gathered = self._gather_bytes(block, (len(counts) * block.numel(),))
         outputs, offset = [], 0
         for tensor in tensors:
-            size = most * row_bytes(tensor)
-            column = gathered[:, offset : offset + size].view(tensor.dtype)
-            outputs.append(_unpack_rows(column.view(len(counts), most, *tensor.shape[1:]), counts, places))
-            offset += aligned(size)
+            outputs.append(_unpack_rows(gathered, tensor, offset, counts))
+            offset += aligned(most * row_bytes(tensor))
         return outputs
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
         """Sum ``tensor`` (sum of counts, ...) over the ranks, and return the rows of this rank."""
-        padded = tensor.new_zeros(len(counts), max(1, *counts), *tensor.shape[1:])
-        padded[padded_places(counts, tensor.device)] = tensor
+        zeros = tensor.new_zeros(max(1, *counts), *tensor.shape[1:])
+        parts = [(part, zeros[len(part) :]) for part in tensor.split([*counts])]
+        padded = torch.cat([piece for pair in parts for piece in pair]).view(len(counts), *zeros.shape)
         staged = padded.cpu() if is_staged(tensor, self.group) else padded
         summed = torch.empty_like(staged[0])
         if summed.numel():  # else the rows have no elements on any rank
@@ -184,38 +182,23 @@ def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
     for tensor in tensors:
         content = bytes_of(tensor)
         padding = aligned(most * row_bytes(tensor)) - content.numel()
-        parts += [content, content.new_zeros(padding)] if padding else [content]
+        parts += [content, content.new_empty(padding)] if padding else [content]
     # The block is never empty, because every rank makes the same collective whatever the data.
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)
 
 
-Places = tuple[Tensor, Tensor]
+def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[int]) -> Tensor:
+    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block.
 
-
-def padded_places(counts: Sequence[int], device: torch.device) -> Places:
-    """Return the rank of each gathered row and its place among the rows of that rank, (sum N_r,) int64 each.
-
-    The number of kernels does not depend on the number of ranks, and the host does not wait for the device.
+    Always a copy, in one kernel up to a hundred ranks: callers may change the rows in place.
     """
-    on_host = torch.tensor(counts, dtype=torch.int64, device="cpu")
-    ends, starts = torch.stack([on_host.cumsum(0), on_host.cumsum(0) - on_host]).to(device, non_blocking=True)
-    row = torch.arange(sum(counts), device=device)
-    rank = torch.searchsorted(ends, row, right=True)
-    return rank, row - starts[rank]
-
-
-def _unpack_rows(padded: Tensor, counts: Sequence[int], places: Places | None) -> Tensor:
-    """Return the rows (sum N_r, ...) of ``padded`` (W, most, ...), those at ``places`` if they are given.
-
-    Always a copy: callers may change the rows in place, which a view of the block would not allow.
-    """
-    if places is not None:
-        return padded[places]
-    if min(counts) < max(counts):  # on the CPU, where a copy of each part is faster than one of each row
-        return torch.cat([padded[rank, :count] for rank, count in enumerate(counts)])
-    output = padded.new_empty(sum(counts), *padded.shape[2:])
-    output.view(padded.shape).copy_(padded)
-    return output
+    size = like.element_size()
+    if not row_bytes(like):
+        return like.new_empty(sum(counts), *like.shape[1:])
+    blocks = gathered.view(like.dtype).view(len(counts), -1)[:, offset // size :]
+    width = math.prod(like.shape[1:])
+    rows = torch.cat([block[: count * width] for block, count in zip(blocks.unbind(), counts)])
+    return rows.view(sum(counts), *like.shape[1:])
 
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:

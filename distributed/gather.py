@@ -151,7 +151,8 @@ def gather_rows(
         TypeError: for an argument that is neither a tensor nor None.
         ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
             of gradient that differ between ranks.
-        RuntimeError: without a process group; when a rank has died or does not make the call.
+        RuntimeError: without a process group; when a rank has died or does not make the call. Under NCCL the process
+            then waits instead, until the watchdog of the group ends it after the timeout.
 
     Distributed:
         One all-gather forward if the rows fit behind the header: at most 64 KiB per rank, on the host, from the second
@@ -195,7 +196,8 @@ def all_gather_with_grad(
         TypeError: when ``tensor`` is not a plain tensor.
         ValueError: for a tensor without dimensions, for dtypes or trailing shapes that differ between ranks, for an
             unknown ``gradient_reduction`` or ``backward``.
-        RuntimeError: without a process group; when a rank has died or does not make the call.
+        RuntimeError: without a process group; when a rank has died or does not make the call. Under NCCL the process
+            then waits instead, until the watchdog of the group ends it after the timeout.
 
     Distributed:
         One or two all-gathers forward, as :func:`gather_rows`. Errors are raised on every rank.

@@ -86,7 +86,7 @@ class Checksum(NamedTuple):
 class DeviceCheck(NamedTuple):
     """A check of values on the device, not yet read by the host: its outcome can travel with the header."""
 
-    flag: Tensor  # bool scalar: True if the check has failed
+    flag: Tensor  # bool scalar, or int64 0 or 1: True if the check has failed
     error: Callable[[], Exception]  # returns the exception for it; may wait for the device
 
     def read(self) -> None:
@@ -169,7 +169,8 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             if arguments differ; a runtime error if state differs. The text names the ranks and the reasons, and is the
             same on every rank. The cause is this rank's own exception, unless a check of this package raised it: the
             message then contains its text.
-        RuntimeError: when the exchange fails, because a rank has died or does not make the call.
+        RuntimeError: when the exchange fails, because a rank has died or does not make the call. NCCL does not fail by
+            itself: the host waits for the header until the watchdog of the group ends the process, after its timeout.
     """
     if ranks is None:
         offer = bring()
@@ -257,21 +258,19 @@ def _pack_header(
         _LAYOUT.pack_into(room.block, 0, *[value.item() if isinstance(value, Tensor) else value for value in values])
         return room.sent
     device = header_device(ranks)
-    on_device: dict[int, Tensor] = {}  # values that are copied on the accelerator, so that the host does not wait
+    on_device: dict[int, Tensor] = {}  # values that stay on the accelerator, so that the host does not wait
     for slot, value in enumerate(values):
         if isinstance(value, Tensor):
             if slot >= len(words):
                 check_device_of_group("total", value, ranks)
             values[slot] = value.item() if value.is_cpu else 0
             if not value.is_cpu:
-                on_device[slot] = value.detach().reshape(1)
+                value = value.detach().reshape(1).to(device)  # before float64, which not every accelerator has
+                on_device[slot] = value.to(torch.int64) if slot < len(words) else value.double().view(torch.int64)
     _LAYOUT.pack_into(room.block, 0, *values)
     # Safe without waiting: torch has read so little unpinned memory before the call returns.
     header = room.sent.to(device, non_blocking=True)
-    for slot, value in on_device.items():
-        value = value.to(device)  # before the conversion, because not every accelerator has float64
-        header[slot : slot + 1] = value if slot < len(words) else value.to(torch.float64).view(torch.int64)
-    return header
+    return torch.cat([on_device.get(slot, word) for slot, word in enumerate(header.split(1))]) if on_device else header
 
 
 def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> None:

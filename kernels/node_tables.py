@@ -185,6 +185,9 @@ def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) ->
 
 def beyond_reach(totals: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B) the sum of ``totals`` (..., B) over the bins to the right beyond reach, where a sigmoid is 1."""
+    if ids is None and totals.device.type != "cpu" and totals.shape[-1] <= _BLOCK:
+        count = totals.shape[-1]
+        return totals @ _triangle(_BLOCK, totals.device, reach + 1)[:count, :count]
     if ids is None:
         suffix = suffix_sums(totals[..., reach + 1 :])
         return F.pad(suffix, (0, totals.shape[-1] - suffix.shape[-1]))
@@ -214,6 +217,6 @@ def suffix_sums(values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _triangle(size: int, device: torch.device) -> Tensor:
+def _triangle(size: int, device: torch.device, distance: int = 0) -> Tensor:
     # A blocking copy, as in :func:`constants`.
-    return torch.ones(size, size, dtype=torch.float64, device="cpu").tril().to(device)
+    return torch.ones(size, size, dtype=torch.float64, device="cpu").tril(-distance).to(device)

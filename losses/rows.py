@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.header import DeviceCheck
+from ..distributed.header import DeviceCheck, combined
 from ..errors import Words, check_tensor, expected
 from ..kernels.pairs import power_of_two
 from ..kernels.registration import check_not_batched
@@ -52,6 +52,8 @@ class Batch(NamedTuple):
     num_stored: int | None = None  # rows that may enter a queue; None if the host does not know
     over_ranks: bool = False  # True for the rows of several ranks
     rule: TargetRule = TargetRule(1)  # how the targets are read
+    check: DeviceCheck | None = None  # checks of values that the host has not read
+    unread: tuple[float | Tensor, ...] | None = None  # :attr:`counts` on the device, where ``check`` is
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -59,10 +61,15 @@ class Batch(NamedTuple):
         return self[:5]
 
     @property
-    def counts(self) -> tuple[float, float, float]:
-        """The numbers that :meth:`of_all` adds over the ranks; NaN where the host does not know."""
+    def counts(self) -> tuple[float | Tensor, ...]:
+        """The numbers that :meth:`of_all` adds over the ranks: ignored (or any number > 0), positive, stored rows.
+
+        NaN where the host does not know. The number of positives counts only where no row is ignored.
+        """
         if not self.targets.shape[0]:
             return 0.0, 0.0, 0.0
+        if self.unread is not None:
+            return self.unread
         positive, stored = self.num_positive, self.num_stored
         known = math.nan if positive is None else positive, math.nan if stored is None else stored
         return not self.complete, *known
@@ -73,7 +80,8 @@ class Batch(NamedTuple):
         incomplete, *sums = map(sum, [*zip(*counts)][:3])
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
-        return Batch(logits, targets, iid_mask, weight, indexes, incomplete == 0, positive, stored, True, rule)
+        known = incomplete == 0, None if incomplete else positive, stored
+        return Batch(logits, targets, iid_mask, weight, indexes, *known, True, rule)
 
     def take(self, index: Tensor) -> Batch:
         """Return the rows of ``index``."""
@@ -95,12 +103,14 @@ def check_batch(
     validate_args: bool = True,
     stored: Callable[[Tensor, Tensor], Tensor] | None = None,
     weight_dtype: torch.dtype = torch.float32,
+    defers: bool = False,
 ) -> Batch:
     """Return the checked rows, or raise TypeError or ValueError.
 
     The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
     cost one wait, and targets another. The latter also brings two numbers to the host that a later step needs: the
-    positives, and the rows for which ``stored(logits, targets)`` is True.
+    positives, and the rows for which ``stored(logits, targets)`` is True. With ``defers`` nothing is read: the fields
+    ``check`` and ``unread`` of the batch hold both, to travel with a header.
 
     The weights are at least in ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
     """
@@ -122,7 +132,8 @@ def check_batch(
     if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
         what, device = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, device, "Use logits.cpu(): the gradient comes back to the device."))
-    targets, complete, num_positive, num_stored = _check_targets(logits, targets, rule, validate_args, stored)
+    checked = _check_targets(logits, targets, rule, validate_args, stored, defers)
+    checks = [] if checked.check is None else [checked.check]
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
@@ -132,15 +143,17 @@ def check_batch(
             raise TypeError(expected("iid_mask", "a bool tensor", iid_mask, fix))
     if sample_weight is not None:
         sample_weight, check = weight_of_rows(sample_weight, logits, "logits", validate_args, weight_dtype)
-        if check is not None:
+        if check is not None and defers:
+            checks.append(check)
+        elif check is not None:
             check.read()
     if indexes is not None:
         indexes = checked_indexes(indexes, logits)
         if logits.shape[1] != 1:
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
-    known = complete, num_positive, num_stored
-    return Batch(logits, targets, iid_mask, sample_weight, indexes, *known, rule=rule)
+    rows = {"iid_mask": iid_mask, "sample_weight": sample_weight, "indexes": indexes}
+    return checked._replace(**rows, check=combined(checks))
 
 
 def _in_memory(numbers: Tensor) -> Tensor:
@@ -166,8 +179,9 @@ def _check_targets(
     rule: TargetRule,
     validate_args: bool,
     stored: Callable[[Tensor, Tensor], Tensor] | None,
-) -> tuple[Tensor, bool, int | None, int | None]:
-    """Return the fields ``targets``, ``complete``, ``num_positive`` and ``num_stored`` of :class:`Batch`."""
+    defers: bool,
+) -> Batch:
+    """Return the logits with the checked targets and what is known about them."""
     if targets.device != logits.device:
         check_device("targets", targets, logits)
     count, is_int64 = logits.shape[0], targets.dtype is torch.int64
@@ -177,9 +191,11 @@ def _check_targets(
             targets = targets[:, None]
         if tuple(targets.shape) != (count, rule.num_classes):
             raise ValueError(expected("targets", f"multi-hot shape {(count, rule.num_classes)}", targets))
-        if validate_args:
-            _check_binary(targets, rule)
-        return targets.to(rule.dtype), False, None, None  # the ranks must send the same dtype
+        check = _binary_check(targets, rule) if validate_args else None
+        if check is not None and not defers:
+            check.read()
+        # The ranks must send the same dtype.
+        return Batch(logits, targets.to(rule.dtype), rule=rule, check=check if defers else None)
     if tuple(targets.shape) == (count, 1):
         targets = targets[:, 0]
     if tuple(targets.shape) != (count,):
@@ -189,61 +205,86 @@ def _check_targets(
     if not is_int64:
         check_exact(targets, rule.num_classes)
         targets = targets.to(torch.int64)
-    # On the host it is cheaper to find out that no row is ignored than to compute as if one were.
-    if count and (validate_args or (targets.device.type == "cpu" and has_values(targets))):
-        low, high, num_inexact, num_positive, num_stored = _summarize(logits, raw, targets, rule, stored)
-        # The common case takes one pass over the targets.
-        if low >= 0 and high < max(2, rule.num_classes) and not num_inexact:
-            complete = not low <= rule.ignore_index <= high
-            return targets, complete, num_positive if complete else None, num_stored
-    ignored = targets == rule.ignore_index
-    if rule.num_classes > 1:
-        if validate_args:
-            check_class_range(raw, targets, ignored, rule.num_classes, rule.ignore_index)
-        return targets, False, None, num_stored
-    if validate_args:  # floats before the conversion cuts them off, integers in a dtype that holds ignore_index
-        _check_binary(raw if raw.is_floating_point() else targets, rule)
-    return torch.where(ignored, targets, (targets != 0).to(torch.int64)), False, None, num_stored
+    is_binary, is_host = rule.num_classes == 1, targets.device.type == "cpu"
+
+    def check_of_values() -> DeviceCheck:
+        if is_binary:  # floats before the conversion cuts them off, integers in a dtype that holds ignore_index
+            return _binary_check(raw if raw.is_floating_point() else targets, rule)
+        bad = ((targets < 0) | (targets >= rule.num_classes)) & (targets != rule.ignore_index)
+        return class_range_check(raw, targets, bad, rule.num_classes, rule.ignore_index)
+
+    if count and validate_args and not is_host:
+        numbers = _count_on_device(raw, targets, rule)
+        if stored is not None:
+            num_stored = stored(logits.detach(), targets).sum(dtype=torch.float64)
+        if defers:
+            flag = torch.ne(numbers.sum(), count, out=targets.new_empty(()))  # in the dtype of the header
+            check = DeviceCheck(flag, lambda: check_of_values().error())
+            unread = numbers[0], numbers[1] if is_binary else math.nan, math.nan if num_stored is None else num_stored
+            return Batch(logits, targets, rule=rule, check=check, unread=unread)
+        found = (numbers if num_stored is None else torch.cat([numbers, num_stored[None]])).tolist()
+        num_stored = None if num_stored is None else int(found.pop())
+        if sum(found) == count:
+            num_positive = int(found[1]) if is_binary and not found[0] else None
+            return Batch(logits, targets, None, None, None, not found[0], num_positive, num_stored, rule=rule)
+    elif count and is_host and (validate_args or has_values(targets)):
+        # It is cheaper to find out that no row is ignored than to compute as if one were. One pass over the targets.
+        low, high = map(int, targets.aminmax())
+        is_exact = not raw.is_floating_point() or bool((raw == targets).all())
+        if low >= 0 and high < max(2, rule.num_classes) and is_exact:
+            return Batch(logits, targets, complete=not low <= rule.ignore_index <= high, rule=rule)
+    if validate_args:
+        check_of_values().read()
+    if is_binary:
+        ignored = targets == rule.ignore_index
+        targets = torch.where(ignored, targets, (targets != 0).to(torch.int64))
+    return Batch(logits, targets, num_stored=num_stored, rule=rule)
 
 
-def _summarize(
-    logits: Tensor, raw: Tensor, targets: Tensor, rule: TargetRule, stored: Callable[[Tensor, Tensor], Tensor] | None
-) -> tuple[int, int, int, int | None, int | None]:
-    """Return a summary of ``targets``, the int64 form of ``raw``; waits for the device once.
+def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:
+    """Return numbers of ``targets``, float64, whose sum is N if and only if all of them are valid.
 
-    The lowest and the highest target, how many changed in the conversion, and the two numbers of :class:`Batch`.
+    The first is that of the ignored ones, the second that of the valid ones, or of a single class that of the ones.
+    ``targets`` is the int64 form of ``raw``.
     """
-    values = [*targets.aminmax()]
+    if rule.num_classes == 1 and rule.ignore_index not in (0, 1):
+        # float64 holds both exactly
+        dtype = torch.float64 if raw.is_floating_point() else torch.int64
+        codes = _codes(rule.ignore_index, dtype, targets.device)
+        return ((raw if raw.is_floating_point() else targets) == codes).sum(dim=1, dtype=torch.float64)
+    ignored = targets == rule.ignore_index
+    valid = (targets >= 0) & (targets < max(2, rule.num_classes)) & ~ignored
     if raw.is_floating_point():
-        values.append((raw != targets).sum())
-    if targets.device.type == "cpu":  # where reading never waits, so the other numbers are counted when one is needed
-        return int(values[0]), int(values[1]), int(sum(values[2:])), None, None
-    if rule.num_classes == 1:
-        values.append(targets.sum())  # of the ones: it is used only if all targets are 0 or 1
-    if stored is not None:
-        values.append(stored(logits.detach(), targets).sum())
-    low, high, *counts = torch.stack(values).tolist()
-    num_inexact = counts.pop(0) if raw.is_floating_point() else 0
-    num_positive = counts[0] if rule.num_classes == 1 else None
-    return low, high, num_inexact, num_positive, counts[-1] if stored is not None else None
+        is_exact = raw == targets
+        ignored, valid = ignored & is_exact, valid & is_exact
+    second = [valid & (targets == 1), valid & (targets == 0)] if rule.num_classes == 1 else [valid]
+    return torch.stack([ignored, *second]).sum(dim=1, dtype=torch.float64)
 
 
-def _check_binary(targets: Tensor, rule: TargetRule) -> None:
-    """Raise ValueError when a target is neither 0 nor 1 nor ignored. Waits for the device."""
+@functools.lru_cache(maxsize=8)
+def _codes(ignore_index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values that a binary target may have, (3, 1); a blocking copy, so that any stream can use it."""
+    return torch.tensor([[ignore_index], [1], [0]], dtype=dtype, device="cpu").to(device)
+
+
+def _binary_check(targets: Tensor, rule: TargetRule) -> DeviceCheck:
+    """Return the check that every target is 0, 1 or ignored."""
     odd = (targets != 0) & (targets != 1) & (targets != rule.ignore_index)
-    if not bool(odd.any()):
-        return
-    value = targets[odd][0].item()
-    if value == -1:
-        fix = "Use (targets > 0).long() for targets of -1 and +1, ignore_index=-1 if it marks rows without a label."
-    elif value != value:
-        fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({rule.ignore_index})."
-    elif 0 < value < 1:
-        fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
-    else:
-        fix = "Use (targets > 0).long() if all but 0 are positives"
-        fix += "." if rule.multi_hot else ", num_classes=C for indices of C classes."
-    raise ValueError(expected("targets", f"0, 1 or ignore_index={rule.ignore_index}", value, fix))
+
+    def error() -> Exception:
+        value = targets[odd][0].item()
+        if value == -1:
+            fix = "Use (targets > 0).long() for targets of -1 and +1, ignore_index=-1 if it marks rows without a label."
+        elif value != value:
+            fix = f"Rows without a label have ignore_index for a target: targets.nan_to_num({rule.ignore_index})."
+        elif 0 < value < 1:
+            fix = "Use (targets > 0.5).long(), or SigmoidFocalLoss for soft targets."
+        else:
+            fix = "Use (targets > 0).long() if all but 0 are positives"
+            fix += "." if rule.multi_hot else ", num_classes=C for indices of C classes."
+        return ValueError(expected("targets", f"0, 1 or ignore_index={rule.ignore_index}", value, fix))
+
+    return DeviceCheck(odd.any(), error)
 
 
 def check_exact(targets: Tensor, num_classes: int) -> None:
@@ -253,15 +294,6 @@ def check_exact(targets: Tensor, num_classes: int) -> None:
     if targets.is_floating_point() and num_classes > 2 / torch.finfo(targets.dtype).eps:
         fix = "That dtype rounds whole numbers so large. Keep class indices as integers."
         raise TypeError(expected("targets", f"a dtype that holds the indices of {num_classes} classes", targets, fix))
-
-
-def check_class_range(raw: Tensor, targets: Tensor, ignored: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise ValueError when a class index is outside [0, num_classes) and not ignored, or a float is no whole number.
-
-    ``targets`` is the int64 form of ``raw``. Waits for the device.
-    """
-    bad = ((targets < 0) | (targets >= num_classes)) & ~ignored
-    class_range_check(raw, targets, bad, num_classes, ignore_index).read()
 
 
 def class_range_check(raw: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> DeviceCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -102,6 +103,7 @@ class MemoryQueue(nn.Module):
             self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._iid = torch.ones(rows, dtype=torch.bool, device=device)
         self._weight = torch.ones(rows, dtype=dtype, device=device)  # in float64 from the first such weights on
+        self._written: set[int] = set()  # of the four tensors those that were written; the last two hold 1 before
         self.reset()
 
     @torch.inference_mode(False)
@@ -188,12 +190,21 @@ class MemoryQueue(nn.Module):
         count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
         start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
         num_kept, head = min(count, self.capacity), self.capacity - start  # what is beyond the head goes to the start
-        for stored, new in zip((self._logits, self._targets, self._iid, self._weight), rows):
+        for place, (stored, new) in enumerate(zip((self._logits, self._targets, self._iid, self._weight), rows)):
+            if new is None and place not in self._written:
+                continue  # it holds the default everywhere
+            self._written.add(place)
             old: Any = stored.numpy() if stored.is_cpu else stored
-            kept = None if new is None else new[-self.capacity :]
-            _write(old[start : start + num_kept], None if kept is None else kept[:head])
-            if head < num_kept:
-                _write(old[: num_kept - head], None if kept is None else kept[head:])
+            parts = [old[start : start + num_kept], old[: max(0, num_kept - head)]]
+            if new is None:
+                for part in parts:
+                    (part.fill_ if isinstance(part, Tensor) else part.fill)(1)
+            elif stored.is_cpu:
+                parts[0][:], parts[1][:] = new[-self.capacity :][:head], new[-self.capacity :][head:]
+            else:
+                kept = new[-self.capacity :]
+                number = 1 + (head < num_kept)
+                torch._foreach_copy_(parts[:number], [kept[:head], kept[head:]][:number])
         vars(self).update(  # because setting an attribute of a module takes as long as an operator
             _checksum=checksum,
             _pointer=(self._pointer + count) % self.capacity,
@@ -223,12 +234,17 @@ class MemoryQueue(nn.Module):
 
     def wanted(self, logits: Any, targets: Any) -> Any:
         """Return (N,) bool: the rows that :meth:`enqueue` would store. Takes tensors or arrays."""
-        is_counted = targets != self.ignore_index
+        is_out = targets == self.ignore_index
         if self.keep == "negatives" and (self.multi_hot or self.num_classes == 1):
-            is_counted = is_counted & (targets == 0)
-        is_finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits)
-        is_finite = is_finite[:, 0] if logits.shape[1] == 1 else is_finite.all(1)
-        return is_finite & (is_counted.any(1) if self.multi_hot else is_counted)
+            is_out = is_out | (targets != 0)
+        is_out = is_out.all(1) if self.multi_hot else is_out
+        if logits.shape[1] > 1:
+            is_finite = (torch if isinstance(logits, Tensor) else numpy).isfinite(logits).all(1)
+            return is_finite & ~is_out
+        # A finite number minus itself is 0, another one NaN: few kernels. numpy would warn of it.
+        return (
+            (logits - logits)[:, 0] == is_out if isinstance(logits, Tensor) else numpy.isfinite(logits)[:, 0] > is_out
+        )
 
     def _hash(self, logits: Any, targets: Any, iid: Any = None, weight: Any = None) -> Tensor | int:
         """Return the sum of the mixed bits of all numbers, each times a factor of its row and column, modulo 2**64.
@@ -240,21 +256,33 @@ class MemoryQueue(nn.Module):
         (count, columns), library = logits.shape, torch if isinstance(logits, Tensor) else numpy
         options: dict[str, Any] = {"dtype": library.int64, **({"device": logits.device} if library is torch else {})}
         bits = library.int64 if logits.dtype == library.float64 else library.int32
-        size = columns + (columns if self.multi_hot else 1) + 2
-        words, numbers = library.empty((size, count), **options), library.arange(-size, count, **options)
-        words[:columns] = logits.view(bits).T
-        words[columns:-2] = targets.T if self.multi_hot else targets
         bits_of_one = 127 << 23 if bits is library.int32 else 1023 << 52
         if weight is not None:
             with numpy.errstate(over="ignore"):
                 weight = (weight.to if library is torch else weight.astype)(logits.dtype).view(bits)
-        _write(words[-2], weight, bits_of_one)
-        _write(words[-1], iid)
-        numbers[size:] += self._num_enqueued
-        factors = _mix_bits(numbers + _MIX[2]) | 1
+        last = columns + (columns if self.multi_hot else 1)  # the place of the weight; that of the mask follows
+        extra = {last: weight, last + 1: iid}
+        present = [place for place, new in extra.items() if new is not None]
+        # One buffer for the numbers that are mixed, of each row, and last its sequence number: fewer kernels.
+        words = library.empty((last + len(present) + 1, count), **options)
+        words[:columns] = logits.view(bits).T
+        words[columns:last] = targets.T if self.multi_hot else targets
+        for row, place in enumerate(present, start=last):
+            words[row] = extra[place]
+        start = self._num_enqueued + _MIX[2]
         if library is numpy:
-            return int(_mix_bits(words) @ factors[size:] @ factors[:size])
-        total: Tensor = ((_mix_bits(words) * factors[size:]).sum(1) * factors[:size]).sum()
+            words[-1] = numpy.arange(start, start + count)
+        else:
+            torch.arange(start, start + count, out=words[-1])
+        mixed = _mix_bits(words)
+        absent = [(place, value) for place, value in ((last, bits_of_one), (last + 1, 1)) if extra[place] is None]
+        key = last + 2, tuple(present), tuple(absent)
+        if library is numpy:
+            factors, constants = _column_factors(*key)
+            return int((factors @ mixed[:-1] + constants[0]) @ (mixed[-1] | 1))
+        factors, constants = _column_factors_on(*key, logits.device)
+        of_rows = torch.addcmul(constants, mixed[:-1], factors).sum(0)
+        total: Tensor = (of_rows * (mixed[-1] | 1)).sum()
         return total
 
     @not_compiled
@@ -378,7 +406,7 @@ class MemoryQueue(nn.Module):
         self._weight = state["sample_weight"].to(device, weight_dtype, copy=True).contiguous()
         self._targets = state["targets"].to(device, self._targets.dtype, copy=True).contiguous()
         self._iid = state["iid_mask"].to(device, copy=True).contiguous()
-        self._checksum = state["checksum"].to(device, copy=True)
+        self._checksum, self._written = state["checksum"].to(device, copy=True), {0, 1, 2, 3}
         self._fill, self._pointer = int(state["fill"]), int(state["pointer"])
         self._num_enqueued, self._has_weights = int(state["num_enqueued"]), bool(state["has_weights"])
 
@@ -404,20 +432,39 @@ def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Ten
     return contents.hexdigest()
 
 
-def _write(destination: Any, values: Any, default: int = 1) -> None:
-    """Write ``values``, or ``default`` if they are None, into a part of an array or a tensor."""
-    if values is not None:
-        destination[:] = values
-    else:
-        (destination.fill_ if isinstance(destination, Tensor) else destination.fill)(default)
-
-
 def _mix_bits(values: Any) -> Any:
     """Mix the 64 bits of each of ``values``, int64 of torch or numpy, in place by products and shifts; return them."""
     for factor in _MIX[:2]:
         values *= factor
         values ^= values >> 32
     return values
+
+
+@functools.lru_cache(maxsize=32)
+def _column_factors(size: int, present: tuple[int, ...], absent: tuple[tuple[int, int], ...]) -> tuple[Any, Any]:
+    """Return the factors of the columns that are stored in :meth:`MemoryQueue._hash`, and what the others add to a row.
+
+    Args:
+        size: the number of columns; the last two are the weight and the mask.
+        present: those of the last two that are given.
+        absent: the other ones, each with the bits that it has in all rows.
+
+    Returns:
+        int64 arrays, both with one entry for each column; all but the first of the latter are 0.
+    """
+    factors = _mix_bits(numpy.arange(-size, 0) + _MIX[2]) | 1
+    constants = numpy.zeros(size - len(absent), numpy.int64)
+    for place, value in absent:
+        constants[:1] += _mix_bits(numpy.array([value])) * factors[place]
+    return factors[[*range(size - 2), *present]], constants
+
+
+@functools.lru_cache(maxsize=32)
+def _column_factors_on(*key: Any) -> tuple[Tensor, Tensor]:
+    """Return both on a device, (columns, 1) each; the copies block, so that any stream can use them."""
+    *columns, device = key
+    factors, constants = (torch.from_numpy(one)[:, None].to(device) for one in _column_factors(*columns))
+    return factors, constants
 
 
 def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:

@@ -362,15 +362,19 @@ _LIBRARIES[0].fallback(_run, "PrivateUse1")
 _LIBRARIES[1].impl("_copy_from", lambda source, to, is_free=False: _run(_COPY, to, source, is_free), "PrivateUse1")
 
 
-def init_process_group(**options: Any) -> None:
-    """Make a default group like one of NCCL, which serves the device alone; over gloo, on the memory of the tensors."""
+def init_process_group(is_mixed: bool = False, **options: Any) -> None:
+    """Make a default group like one of NCCL, which serves the device alone; over gloo, on the memory of the tensors.
+
+    ``is_mixed``: like ``cpu:gloo,cuda:nccl``, which serves the host too.
+    """
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     dist.Backend.register_backend("simccl", create, devices=[DEVICE.type])
-    dist.init_process_group(f"{DEVICE.type}:simccl", **options)
+    dist.init_process_group(f"{'cpu:gloo,' if is_mixed else ''}{DEVICE.type}:simccl", **options)
     world = dist.group.WORLD
     assert world is not None
-    backend = world._get_backend(DEVICE)
-    world._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # for the memory
+    if not is_mixed:
+        backend = world._get_backend(DEVICE)
+        world._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # for the memory

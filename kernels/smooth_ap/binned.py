@@ -132,13 +132,15 @@ def _sum_by_bins(
     return loss
 
 
-def smooth_ap_in_c(
+def smooth_ap_of_one_class(
     scores: Tensor, positive: Tensor, num_positive: int, bins: Bins, order: Order, temperature: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`smooth_ap_binned` for one class of equal weights, computed in C.
+    """Return the result of :func:`smooth_ap_binned` for one class of equal weights.
 
-    It does not list the positives.
+    It does not list the positives. On the host it is computed in C; on an accelerator all bins are in the window.
     """
+    if not scores.is_cpu:
+        return _of_one_class_on_device(scores, positive, num_positive, bins, order, temperature, with_grad)
     outside, numbering, num_fine = bins.outside, bins.numbering, bins.window * bins.fine
     groups = native.moments(scores, None, *numbering, num_fine, order.p, positive)  # [p, 2, B F + 1]
     window = slice(num_fine)
@@ -162,6 +164,24 @@ def smooth_ap_in_c(
         value = torch.where(is_positive, evaluate(of_positives, index, u.double()), evaluate(pull, index, u.double()))
         gradient.index_copy_(1, outside.rows, value.to(gradient.dtype))
     return loss, gradient
+
+
+def _of_one_class_on_device(
+    scores: Tensor, positive: Tensor, num_positive: int, bins: Bins, order: Order, temperature: float, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Sum the rows into the bins of the negatives, followed by those of the positives."""
+    size = bins.num_fine + 1
+    index, u = locate(bins, scores, slice(None))
+    index, u = torch.add(index, positive, alpha=size), u.double()
+    groups = scores.new_zeros(order.p, num_lanes(scores, 2 * size), 2 * size, dtype=torch.float64)
+    add_moments(groups, index, u)
+    both = groups.sum(dim=1, keepdim=True).unflatten(-1, (2, size))  # [p, 1, 2, B F + 1]
+    loss, polynomials = solve([both, both[:, :, 1] / num_positive], bins, order, temperature, None, with_grad)
+    if polynomials is None:
+        return loss, scores.new_empty(0)
+    of_positives = torch.add(polynomials[:, 1], polynomials[:, 2], alpha=1 / num_positive)
+    tables = torch.cat([polynomials[:, 0], of_positives], dim=-1)  # [p, 1, 2 (B F + 1)]
+    return loss, evaluate(tables, index, u).to(scores.dtype)
 
 
 def _memory_like(scores: Tensor) -> Tensor:
@@ -291,7 +311,8 @@ def solve(
 
     Args:
         moments: (p, C, B F + 1) of all rows, which are overwritten, of the positives and, if they differ, of the
-            positives with their weights. The list is emptied to free the memory early: with many bins a table is as
+            positives with their weights. In place of the first two (p, C, 2, B F + 1) of the negatives and of the
+            positives. The list is emptied to free the memory early: with many bins a table is as
             large as the rows.
         bins: the bins.
         order: the numbers of fine bins and of nodes.
@@ -303,9 +324,10 @@ def solve(
     weights = fine_weights(moments[-1][..., :-1].unflatten(-1, layout), grid.matrices)  # [C, B, F p]
     weights = weights if factor is None else weights * factor[:, None, None]
     # Positives are few. Negatives = all - positives, which is cheaper than masking every row.
-    both = torch.stack([moments[0].sub_(moments[1]), moments[1]], dim=2)[..., :-1]  # [p, C, 2, B F]
+    is_split = moments[0].ndim == 4
+    both = moments[0] if is_split else torch.stack([moments[0].sub_(moments[1]), moments[1]], dim=2)
     moments.clear()
-    both = both.unflatten(-1, layout)
+    both = both[..., :-1].unflatten(-1, layout)  # [p, C, 2, B, F]
     fields = fields_of(both, grid)
     del both
     fields.r_p.add_(0.5)

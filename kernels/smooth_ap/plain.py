@@ -10,12 +10,21 @@ and A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, bo
     dloss/dx_j = w_j sum_i s'_ij A_i                                                      for a negative j
     dloss/dx_j = sum_i s'_ij (-w_j B_i + w_i B_j for a positive i, -w_i A_j for a negative i)  for a positive j
 
-w is the weight of a row where rows are compared. Each pair of quantities is one tensor (C, M, 2), the second one with
-its sign reversed: (r, -n) and (A, -B).
+w is the weight of a row where rows are compared. With N, P the weights of negatives and positives, 0 for other rows,
+the gradient of every row is a sum of four products, so one matrix product and one row-wise product give all of it::
+
+    tau dloss/dx_j = A_j S(-N)_j + B_j S(P)_j + P_j S(-B)_j + N_j S(A)_j,   S(y)_j = sum_i s'_ij y_i tau
+
+The columns stand in one tensor (C, M, 8), each factor three columns behind the other one::
+
+    | -N | P | -B | A | B | P | N | -1 |     and before the rates are known | -N | P | -N | P | N | P | N | -1 |
+
+Few kernels matter here: a small step on an accelerator takes as long as the host needs to launch them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -26,10 +35,10 @@ from ..costs import costs_of
 from ..registration import scaled
 
 
-def plain_is_faster(scores: Tensor) -> bool:
-    """Return whether all pairs of ``scores`` (C, M) are few enough for the plain form on their device."""
+def plain_is_faster(scores: Tensor, cost: int = 1) -> bool:
+    """Return whether all pairs of ``scores`` (C, M), times ``cost``, are few enough for the plain form."""
     num_classes, num_rows = scores.shape
-    return num_classes * num_rows * num_rows <= costs_of(scores.device).plain_pairs
+    return cost * num_classes * num_rows * num_rows <= costs_of(scores.device).plain_pairs
 
 
 def smooth_ap_plain(
@@ -63,58 +72,84 @@ def plain_loss_and_gradient(
     if num_rows == 0:
         nothing = scores.new_zeros(num_classes)
         return nothing.double(), scores.new_empty(scores.shape if with_grad else 0), nothing > 0
-    # [C, M, 2]: (1, 0) for positives, (0, -1) for the others
-    marks = positive[:, :, None] + torch.arange(0, -2, -1, dtype=scores.dtype, device=scores.device)
-    groups = marks if member is None else marks * member[:, :, None]
+    of_positive, of_other, of_none = _columns(scores.dtype, scores.device)
+    groups = torch.where(positive[:, :, None], of_positive, of_other)  # [C, M, 8]
+    groups = groups if member is None else groups * member[:, :, None]
     groups = groups if key_weight is None else groups * key_weight[..., None]
-    numbers = groups.sum(dim=1)  # [C, 2] positives, and minus the negatives, or their weights
-    mass, total_mass = groups[:, :, 0], numbers[:, :1]  # [C, M] and [C, 1]
-    if weight is not None and key_weight is None:
-        mass = marks[:, :, 0] * weight
-        total_mass = mass.sum(dim=1, keepdim=True)
-    valid = torch.logical_and(total_mass[:, 0], numbers[:, 1])  # a product of weights may underflow
-    # This makes a class with a NaN score NaN, even without a positive whose sums would be NaN.
-    tiny = torch.finfo(scores.dtype).tiny
-    share = mass / torch.maximum(total_mass, scores.amax(dim=1, keepdim=True).clamp(tiny, tiny))
+    numbers = groups.sum(dim=1)  # [C, 8] minus the negatives, positives ..., or their weights
+    mass, total_mass = groups[:, :, 1], numbers[:, 1:2]  # [C, M] and [C, 1]
+    unit = numbers[:, 3:4]  # the positives, > 0 even without one
+    if member is not None or weight is not None or key_weight is not None:
+        if weight is not None and key_weight is None:
+            mass = mass * weight
+            total_mass = mass.sum(dim=1, keepdim=True)
+        unit = total_mass.clamp_min(torch.finfo(scores.dtype).tiny)
+    valid = torch.logical_and(total_mass[:, 0], numbers[:, 0])  # a product of weights may underflow
+    # NaN for a NaN score, which makes its class NaN, even without a positive whose sums would be NaN.
+    per_share = scores.clamp(unit, unit)  # [C, M]: the inverse of the share of a positive
+    if weight is not None or key_weight is not None:
+        per_share = per_share / mass
 
-    difference = (scores[:, None, :] - scores[:, :, None]) / temperature  # [C, M, M]
-    # inf on the diagonal: a row with itself adds 1, or its weight, and has no slope.
+    difference = (scores[:, None, :] - scores[:, :, None]).div_(temperature)  # [C, M, M]
+    # -inf on the diagonal: a row with itself has no slope, and its weight is added to its sums.
     if torch.compiler.is_compiling():
         place = torch.arange(num_rows, device=scores.device)
-        difference = torch.where(place == place[:, None], math.inf, difference)
+        difference = torch.where(place == place[:, None], -math.inf, difference)
     else:
-        difference.diagonal(dim1=1, dim2=2).fill_(math.inf)
+        difference.diagonal(dim1=1, dim2=2).fill_(-math.inf)
+    sigmoid = difference.sigmoid_()
     # The difference of two negatives at the same infinity is NaN, so the sums of negatives are not used.
-    sums = torch.where(positive[:, :, None], _product(torch.sigmoid(difference), groups), marks)  # (r, -n)
-    minus_total = sums[:, :, 1] - sums[:, :, 0]
-    parts = sums * (share / minus_total)[:, :, None]  # [C, M, 2]: the second is the loss of each positive
-    loss = parts[:, :, 1].sum(dim=1, dtype=torch.float64)
+    sums = torch.where(positive[:, :, None], _product(sigmoid, groups, groups), of_none)
+    minus_total = sums[:, :, 7:]  # -(r + n)
+    parts = sums[:, :, 2:5] / (minus_total * per_share[:, :, None])  # [C, M, 3]: the first is the loss of each positive
+    loss = parts[:, :, 0].sum(dim=1, dtype=torch.float64)
     if not with_grad:
         return loss, scores.new_empty(0), valid
 
-    rates = parts / (minus_total * temperature)[:, :, None]  # (A, -B)
-    e = difference.copysign(-1.0).sigmoid()  # s(-|d|)
-    slope = torch.addcmul(e, e, e, value=-1).nan_to_num(0.0)  # e - e^2, exact to rounding in both tails
-    (by_a, by_b), (by_positives, by_negatives) = (_product(slope, pair).unbind(dim=2) for pair in (rates, groups))
-    gradient = torch.where(positive, by_b, by_a)
-    gradient = gradient if key_weight is None else gradient * key_weight
-    gradient = gradient.addcmul(rates[:, :, 0], by_negatives)
-    gradient = gradient.addcmul(rates[:, :, 1], by_positives, value=-1)
+    if torch.compiler.is_compiling():
+        groups = torch.cat([groups[:, :, :2], parts / minus_total, groups[:, :, 5:]], dim=2)
+    else:
+        torch.div(parts, minus_total, out=groups[:, :, 2:5])
+    slope = (sigmoid * sigmoid.mT).nan_to_num_(0.0)  # exact to rounding in both tails
+    by_row = _product(slope, groups[:, :, :4], None, 1 / temperature)
+    gradient = (by_row * groups[:, :, 3:7]).sum(dim=2)
     if member is not None:
         gradient = gradient.masked_fill(~member, 0.0)
     return loss, gradient, valid
 
 
-def _product(matrix: Tensor, columns: Tensor) -> Tensor:
-    """Return ``matrix @ columns``, (C, M, M) and (C, M, 2).
+def _columns(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the columns of a positive, of another row, and of a row without sums, (3, 8).
+
+    The fourth number of another row is so small that it only shows where there is no positive.
+    """
+    if torch.compiler.is_compiling():
+        return torch.tensor(_rows_of_columns(dtype), dtype=dtype, device=device)
+    return _kept_columns(dtype, device)
+
+
+def _rows_of_columns(dtype: torch.dtype) -> list[list[float]]:
+    tiny = torch.finfo(dtype).tiny
+    return [[0, 1, 0, 1, 0, 1, 0, -1], [-1, 0, -1, tiny, 1, 0, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1]]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_columns(dtype: torch.dtype, device: torch.device) -> Tensor:
+    # A blocking copy, so that any stream can use it.
+    return torch.tensor(_rows_of_columns(dtype), dtype=dtype, device="cpu").to(device)
+
+
+def _product(matrix: Tensor, columns: Tensor, plus: Tensor | None, factor: float = 1.0) -> Tensor:
+    """Return ``plus + factor * matrix @ columns``, (C, M, M) and (C, M, n).
 
     In a compiled graph it consists of sums, which the compiler fuses with the computation of the matrix, so that no
-    matrix is stored. ``torch.where`` replaces ``stack``, which the compiler does not fuse.
+    matrix is stored.
     """
     if not torch.compiler.is_compiling():
-        return matrix @ columns
-    first, second = ((matrix * column[:, None, :]).sum(dim=2, keepdim=True) for column in columns.unbind(dim=2))
-    return torch.where(torch.arange(2, device=matrix.device) == 0, first, second)
+        others, beta = (columns.new_empty(()), 0) if plus is None else (plus, 1)
+        return torch.baddbmm(others, matrix, columns, beta=beta, alpha=factor)
+    product = torch.stack([(matrix * column[:, None, :]).sum(dim=2) for column in columns.unbind(dim=2)], dim=2)
+    return product * factor if plus is None else product + plus
 
 
 class _PlainSmoothAP(torch.autograd.Function):

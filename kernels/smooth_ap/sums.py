@@ -4,8 +4,8 @@ The forms differ only by rounding. :func:`smooth_ap_and_gradient` takes the firs
 
 1. All M^2 pairs in plain operators, for small pools on an accelerator: plain.py.
 2. The pairs of positives and rows in C, for few pairs on the host: native/pairs.inc.
-3. Bins in C, for many rows on the host, of one class or with a ``key_weight``: ``smooth_ap_in_c`` and
-   ``weighted_smooth_ap_in_c`` in binned.py.
+3. Bins for many rows, of one class: ``smooth_ap_of_one_class`` in binned.py, on the host in C. There also with a
+   ``key_weight``: ``weighted_smooth_ap_in_c``.
 4. The pairs of positives and rows in torch, where they take less time than bins: ``smooth_ap_direct`` in direct.py.
 5. Sorted rows, where the scores are so far apart that most bins would be empty: ``smooth_ap_sorted`` in direct.py.
 6. Bins in torch: ``smooth_ap_binned`` in binned.py.
@@ -32,7 +32,7 @@ from ..pairs import Problem, weight_at
 from ..registration import register, scaled, with_gradients
 from ..spread import MOST_SCORES
 from ..torch_private import is_followed
-from .binned import smooth_ap_binned, smooth_ap_in_c, weighted_smooth_ap_in_c
+from .binned import smooth_ap_binned, smooth_ap_of_one_class, weighted_smooth_ap_in_c
 from .direct import smooth_ap_direct, smooth_ap_sorted
 from .plain import plain_is_faster, plain_loss_and_gradient, smooth_ap_plain
 
@@ -129,19 +129,23 @@ def smooth_ap_and_gradient(
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
-    if method == "plain" or (method == "auto" and plain_is_faster(scores)):
-        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad, key_weight)
     costs, num_rows = costs_of(scores.device), scores.shape[1]
+
+    def pairs_are_best(count: int, num_bins: int = 0) -> bool:
+        few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
+        return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
+
+    # A known number of positives lists them without a wait, which pays from half as many pairs on.
+    is_known = num_positive >= 0 and member is None and weight is None and pairs_are_best(num_positive)
+    is_plain = method == "auto" and plain_is_faster(scores, 2 if is_known else 1)
+    if method == "plain" or is_plain:
+        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad, key_weight)
     count = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # positives of all classes
     few_for_c = method == "auto" and count * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
     if few_for_c or method == "direct":
         results = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, key_weight)
         if results is not None:
             return results
-
-    def pairs_are_best(count: int, num_bins: int = 0) -> bool:
-        few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
-        return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
 
     is_simple = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
     is_usable = native.is_usable(scores, positive, member, key_weight)
@@ -152,7 +156,7 @@ def smooth_ap_and_gradient(
         num_bins = 0 if bins is None else bins.num_coarse * len(scores)
         if bins is not None and not pairs_are_best(count, num_bins):
             if key_weight is None:
-                sums = smooth_ap_in_c(scores, positive, count, bins, order, temperature, with_grad)
+                sums = smooth_ap_of_one_class(scores, positive, count, bins, order, temperature, with_grad)
                 return *sums, positive.new_ones(1)
             if bins.outside is None and num_bins <= costs.tables_at_once:
                 rows = scores, positive, member, key_weight
@@ -164,6 +168,13 @@ def smooth_ap_and_gradient(
         known = _OneClass(num_positive, num_rows, 1.0, None)
         if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
             known = _read_one_class(scores, positive, member, weight, num_positive)
+        is_simple = 0 < known.num_positive < num_rows <= costs.rows_at_once and member is None and weight is None
+        if is_simple and known.ends is not None and all(map(torch.isfinite, known.ends)):
+            order = order_for(scores, num_rows)
+            bins = find_bins(scores, *known.ends, temperature, order.fine)
+            if bins is not None and bins.outside is None and not pairs_are_best(known.num_positive, bins.num_coarse):
+                rows = scores, positive, known.num_positive
+                return *smooth_ap_of_one_class(*rows, bins, order, temperature, with_grad), positive.new_ones(1)
         problem, valid, all_valid = _list_positives_of_one_class(scores, positive, member, weight, temperature, known)
         ends = known.ends
     problem = problem._replace(key_weight=key_weight)
@@ -242,16 +253,18 @@ def _read_one_class(
 
     A ``num_positive`` below 0 is not known.
     """
-    low = scores if member is None else torch.where(member, scores, math.inf)
-    high = scores if member is None else torch.where(member, scores, -math.inf)
-    values = [low.amin(), high.amax()]
+    if member is None:
+        values = [*scores.aminmax()]
+    else:
+        values = [torch.where(member, scores, math.inf).amin(), torch.where(member, scores, -math.inf).amax()]
     if num_positive < 0:
         values.append(positive.sum(dtype=torch.float64))
     if member is not None:
         values.append(member.sum(dtype=torch.float64))
     if weight is not None:
         values.append(torch.where(positive, weight, 0.0).sum(dtype=torch.float64))
-    numbers = [*torch.stack([value.to(torch.float64) for value in values]).cpu()]
+    dtype = scores.dtype if len(values) == 2 else torch.float64
+    numbers = [*torch.stack([value.to(dtype) for value in values]).cpu()]
     low, high = (numbers.pop(0).to(scores.dtype)[None] for _ in range(2))
     num_positive = int(numbers.pop(0)) if num_positive < 0 else num_positive
     num_member = scores.shape[1] if member is None else int(numbers.pop(0))

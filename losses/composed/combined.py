@@ -16,7 +16,7 @@ from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import Words, check_amount, expected
 from ...queues.memory_queue import check_saved_queues
 from ..base import DistributedLoss
-from ..rows import check_class_range, check_exact, has_values
+from ..rows import check_exact, class_range_check, has_values
 from ..summed.base import aligned
 
 _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and the same weights on every rank."
@@ -94,8 +94,8 @@ def targets_for(loss: nn.Module, logits: Tensor, targets: Tensor, *, validate_ar
     targets = aligned(targets, (logits.shape[0], *logits.shape[2:]))
     indices = targets.to(torch.int64)
     if targets.is_floating_point() and has_values(targets) and validate_args:
-        ignored = indices == loss.ignore_index
-        check_class_range(targets, indices, ignored, logits.shape[1], loss.ignore_index)
+        bad = ((indices < 0) | (indices >= logits.shape[1])) & (indices != loss.ignore_index)
+        class_range_check(targets, indices, bad, logits.shape[1], loss.ignore_index).read()
     return indices
 
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.gather import gather_agreed
+from ...distributed.group import header_device
 from ...distributed.header import Offer, State, refuse_in_backward
 from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, expected
@@ -240,7 +241,8 @@ class RankingLoss(HoldsQueue):
         def bring() -> Offer[None]:
             live = self._check(given, group)
             facts, checksum = self._facts({}), self._checksum
-            return Offer(None, facts, totals=live.counts, checksum=checksum, tensors=live.tensors, names=TENSORS)
+            travels = {"totals": live.counts, "checksum": checksum, "check": live.check, "tensors": live.tensors}
+            return Offer(None, facts, **travels, names=TENSORS)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         return Batch.of_all(agreed.tensors, agreed.totals, self._rule), agreed.rows
@@ -264,6 +266,8 @@ class RankingLoss(HoldsQueue):
             validate_args=self.validate_args,
             stored=stored,
             weight_dtype=torch.float32 if group is None else torch.float64,
+            # On an accelerator the header brings what the checks find: the host waits for both at once.
+            defers=group is not None and header_device(group).type != "cpu",
         )
 
     def _check_settings(self) -> None:
@@ -274,10 +278,11 @@ class RankingLoss(HoldsQueue):
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""
         if live.indexes is not None:  # queued rows belong to other queries
             return Pool(live, weighting=self.weighting)
-        rows, is_live, queued = live, None, self._queued_rows() if self.queue_size else None
+        is_live: Tensor | int | None = None
+        rows, queued = live, self._queued_rows() if self.queue_size else None
         if queued is not None:
             rows = with_queue(live, queued, self.uses_iid)
-            is_live = torch.arange(rows.logits.shape[0], device=live.logits.device) < live.logits.shape[0]
+            is_live = live.logits.shape[0]
         limit = self.max_pool_size
         if limit is not None and rows.logits.shape[0] > limit:
             self._hints.warn_once(
@@ -291,7 +296,7 @@ class RankingLoss(HoldsQueue):
                 index = torch.arange(limit, device=rows.logits.device)
             # Only training steps count: after rank 0 has validated alone, it still draws the same rows as the others.
             self._num_draws += self.training
-            rows, is_live = rows.take(index), None if is_live is None else is_live[index]
+            rows, is_live = rows.take(index), None if is_live is None else index < is_live
         return Pool(rows, is_live, self.queue_keep, self.weighting)
 
     def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:

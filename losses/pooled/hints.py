@@ -253,8 +253,8 @@ def start_copy(values: Tensor) -> Copy | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != values.device.type:
         return None
-    finished = torch.Event(values.device.type)
+    finished = torch.Event(values.device)
     host = torch.empty_like(values, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
-    finished.record()
+    finished.record(torch.accelerator.current_stream(values.device))  # the current device may be another one
     return Copy(finished.query, host)

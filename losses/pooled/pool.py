@@ -49,7 +49,7 @@ class Pool:
 
     Args:
         rows: the checked rows, live ones and then queued ones.
-        live: (M,) bool, False for queued rows; None for all True.
+        live: (M,) bool, False for queued rows, or the number of the first rows that are live; None for all True.
         queue_keep: with ``"negatives"`` a queued row takes no part in the classes of which it is a positive.
         weighting: what the weights of the rows count in: every sum over rows, or with ``"positives"`` the mean over P.
 
@@ -60,9 +60,9 @@ class Pool:
     """
 
     def __init__(
-        self, rows: Batch, live: Tensor | None = None, queue_keep: str = "all", weighting: str = "rows"
+        self, rows: Batch, live: Tensor | int | None = None, queue_keep: str = "all", weighting: str = "rows"
     ) -> None:
-        self.rows, self.live, self.weighting = rows, live, weighting
+        self.rows, self._live, self.weighting = rows, live, weighting
         self.iid, self.indexes = rows.iid_mask, rows.indexes
         self.num_positive = rows.num_positive if rows.sample_weight is None or weighting != "rows" else None
         self.drops_queued_positives = live is not None and queue_keep == "negatives"
@@ -73,6 +73,13 @@ class Pool:
         """Whether no tensor of the classes has been made or assigned, so that a formula may read the rows instead."""
         made = self.__dict__
         return not ("scores" in made or "positive" in made or "member" in made or "weight" in made)
+
+    @_Once
+    def live(self) -> Tensor | None:
+        """(M,) bool, False for queued rows; None for all True."""
+        if not isinstance(self._live, int):
+            return self._live
+        return torch.arange(self.rows.logits.shape[0], device=self.rows.logits.device) < self._live
 
     @_Once
     def scores(self) -> Tensor:
@@ -135,7 +142,7 @@ class Pool:
         return other
 
     def _positive_and_member(self) -> tuple[Tensor, Tensor | None]:
-        rows, rule, live = self.rows, self.rows.rule, self.live
+        rows, rule = self.rows, self.rows.rule
         member: Tensor | None
         if rule.multi_hot:
             codes = rows.targets.t()  # [C, M]
@@ -153,9 +160,9 @@ class Pool:
             if not rows.complete and (not is_host or may_hold(rows.targets, rule.ignore_index)):
                 valid = (rows.targets != rule.ignore_index)[None]
                 positive, member = positive & valid, valid.expand_as(positive)
-        if live is not None and self.drops_queued_positives:
-            kept = live | ~positive
-            positive, member = positive & live, kept if member is None else member & kept
+        if self.drops_queued_positives and self.live is not None:
+            kept = self.live | ~positive
+            positive, member = positive & self.live, kept if member is None else member & kept
         weight = self.key_weight
         is_host = weight is not None and weight.is_cpu and has_values(weight) and weight.numel() > 0
         if weight is not None and not (is_host and weight.amin() > 0):
