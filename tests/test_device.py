@@ -293,6 +293,15 @@ for name, held in {{"both": (7, 8), "one": (1, 9), "none": (1, 1)}}.items():
 weights = torch.where(rows == 0, (1.0, -3.0)[rank], 1.0)
 attempt("weights", lambda: sigmoid(rows, targets, sample_weight=weights))
 attempt("first of two", lambda: sigmoid(rows, targets * 2, sample_weight=weights))
+ranking, before = fullrank.SmoothAPLoss(1, queue_size=32, temperature=1.0), []
+of_rank = torch.where(rows[:, 0] == 0, (1, 9)[rank], targets)
+for step in range(3):
+    before.append((ranking.queue.position, ranking.queue.checksum.item()))
+    weight = torch.where(rows[:, 0] == 0, (1.0, -3.0)[rank], 1.0)
+    attempt(f"ranking {{step}}", lambda: ranking(rows, of_rank))
+    attempt(f"ranking with weights {{step}}", lambda: ranking(rows, targets, sample_weight=weight))
+    print("unchanged", before[-1] == (ranking.queue.position, ranking.queue.checksum.item()))
+    attempt(f"ranking right {{step}}", lambda: ranking(rows, targets))
 bad = torch.where(rows[:, 0] == 0, (1, 9)[rank], targets)
 attempt("other checks", lambda: softmax(inputs, bad[: 5 + rank]))
 
@@ -344,3 +353,19 @@ def test_values_that_do_not_fit_raise_the_same_on_every_rank(over_ranks: str, na
         assert reason in text
     lines = [line for line in over_ranks.splitlines() if line.startswith("softmax none")]  # the control
     assert ["after 2 waits: 0" in line for line in lines] == [True, True]  # the header, and the value the script reads
+
+
+def test_a_ranking_loss_reads_its_checks_with_the_header(over_ranks: str) -> None:
+    """In the first, the second and the third step. A wrong call enqueues nothing."""
+    for step in range(3):
+        for rank in range(2):
+            line = next(x for x in over_ranks.splitlines() if x.startswith(f"ranking right {step} on {rank} "))
+            # The script reads the loss. The first step fills caches.
+            assert "after 2 waits: 0." in line or step == 0, line
+            for name, what in (
+                ("ranking", "targets: expected 0, 1 or"),
+                ("ranking with weights", "sample_weight: exp"),
+            ):
+                line = next(x for x in over_ranks.splitlines() if x.startswith(f"{name} {step} on {rank} "))
+                assert f"RankValueError SmoothAPLoss failed on rank 1: {what}" in line, line
+    assert over_ranks.count("unchanged True") == 6
