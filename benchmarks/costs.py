@@ -1,8 +1,9 @@
 """What the steps of the kernels cost on this machine: measures the table in kernels/costs.py again.
 
-Usage: python benchmarks/costs.py [--device DEVICE] [--quick] [--repeats 5] [--out FOLDER]
+Usage: python benchmarks/costs.py [--device DEVICE] [--write] [--quick] [--repeats 5] [--out FOLDER]
 
-Prints an entry for ``TABLE`` in kernels/costs.py: each measured constant, with the value in use next to it.
+Prints an entry for ``TABLE`` in kernels/costs.py: each measured constant, with the value in use next to it. ``--write``
+puts it there, in place of an earlier one for this type of device.
 
 The seconds (pair to coarse_bin) are solved from the times of Smooth-AP, forward and backward, at five sizes. Each size
 (the other constants) is the fastest of a quarter of the value in use, that value and four times as much, with all other
@@ -18,6 +19,7 @@ not use the values of a quick run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -25,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from report import CPU, Record, Run, Step, interleave
+from report import CPU, ROOT, Record, Run, Step, interleave
 from torch import Tensor
 
 from fullrank.kernels import native
@@ -35,6 +37,7 @@ from fullrank.kernels.node_tables import order_for
 from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 from fullrank.losses import retrieval_smooth_ap
 
+SOURCE = ROOT / "kernels" / "costs.py"
 SHARE = 0.01  # of positives
 WIDE, NARROW = 0.1, 0.002  # temperatures: few and many coarse bins
 FACTORS = (0.25, 1.0, 4.0)  # of the value in use
@@ -211,8 +214,17 @@ def entry_of(device: torch.device, records: list[Record]) -> str:
     return "\n".join([*lines, "    ),"])
 
 
+def with_entry(source: str, device: torch.device, entry: str) -> str:
+    """Return the ``source`` of kernels/costs.py with ``entry``, see :func:`entry_of`, behind the table."""
+    block = "TABLE |= {\n" + entry.partition("\n\n")[2] + "\n}\n\n\n"
+    others = re.sub(rf'TABLE \|= \{{\n    "{device.type}": .*?\n\}}\n+', "", source, flags=re.DOTALL)
+    return others.replace("def costs_of(", block + "def costs_of(")
+
+
 def _as_source(value: float) -> str:
     """Return a constant as the source of kernels/costs.py writes it."""
+    if value == math.inf:
+        return "math.inf"
     if isinstance(value, int) and value >= 2**8 and value & (value - 1) == 0:
         return f"2**{int(math.log2(value))}"
     return f"{value:_}" if type(value) is int else f"{value:g}" if isinstance(value, float) else str(value)
@@ -222,9 +234,13 @@ def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "costs", repeats=5)
     script.parser.add_argument("--device", type=torch.device, default=CPU, help="device (default: cpu)")
+    script.parser.add_argument("--write", action="store_true", help=f"put the entry into {SOURCE}")
     options = script.start()
     records = measure_costs(options.device, options.quick, 1 if options.quick else options.repeats)
-    print(f"\n{entry_of(options.device, records)}")
+    entry = entry_of(options.device, records)
+    print(f"\n{entry}")
+    if options.write:
+        SOURCE.write_text(with_entry(SOURCE.read_text("utf-8"), options.device, entry), "utf-8")
     script.write(device=str(options.device), constants=records)
 
 

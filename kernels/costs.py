@@ -3,10 +3,10 @@
 The constants decide how the same sums are computed, so a wrong one costs time and changes a result only by rounding.
 To measure them on another machine or device, run::
 
-    python benchmarks/costs.py --device cuda
+    python benchmarks/costs.py --device cuda --write
 
-It prints an entry that can be pasted into ``TABLE``, with the value in use next to each measured one. Take a value over
-only if it is off by a factor of 2 or more: each was measured alone, and smaller differences are within its noise.
+It prints an entry for ``TABLE``, with the value in use next to each measured one, and puts it behind the table. Keep a
+value only if it is off by a factor of 2 or more: each was measured alone, and smaller differences are within its noise.
 
 Limits that bound memory or accuracy on every device alike, such as ``MOST_EMPTY`` in ``bins.py``, are not in the table.
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from scripts import imported
 
 from fullrank.kernels.bins import num_lanes
-from fullrank.kernels.costs import TABLE, costs_of
+from fullrank.kernels.costs import TABLE, Costs, costs_of
 from fullrank.kernels.spread import sampled_places
 
 
@@ -32,3 +35,21 @@ def test_one_class_with_many_rows_is_added_up_in_several_tables() -> None:
 @pytest.mark.parametrize(("num_classes", "num_rows"), [(2, 9), (9000, 9), (2, 9000)])
 def test_places_of_a_sample_are_on_the_device_of_the_scores(num_classes: int, num_rows: int) -> None:
     assert all(places.is_meta for places in sampled_places(num_classes, num_rows, torch.device("meta")))
+
+
+def test_the_entry_of_a_device_replaces_its_earlier_one() -> None:
+    """The benchmark writes source, which has the measured constants for that type of device alone."""
+    script, device = imported(Path(__file__).resolve().parents[2] / "benchmarks" / "costs.py"), torch.device("cuda", 1)
+    source = script.SOURCE.read_text("utf-8")
+    for pair in (1e-9, 2e-9):
+        changed = TABLE["accelerator"]._replace(pair=pair)
+        records = [
+            {"constant": name, "in_use": getattr(TABLE["accelerator"], name), "measured": getattr(changed, name)}
+            for name in Costs._fields
+        ]
+        source = script.with_entry(source, device, script.entry_of(device, records))
+        names: dict[str, object] = {"__name__": "written"}
+        exec(source, names)
+        assert tuple(names["costs_of"](device)) == tuple(changed)  # type: ignore[operator]
+        assert tuple(names["costs_of"](torch.device("xpu"))) == tuple(TABLE["accelerator"])  # type: ignore[operator]
+    assert source.count('"cuda": Costs(') == 1
