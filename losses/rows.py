@@ -152,8 +152,8 @@ def check_batch(
         if logits.shape[1] != 1:
             fix = "A query ranks its rows by one score; without indexes the columns are classes."
             raise ValueError(expected("logits", "shape (N, 1) with indexes", logits, fix))
-    rows = {"iid_mask": iid_mask, "sample_weight": sample_weight, "indexes": indexes}
-    return checked._replace(**rows, check=combined(checks))
+    check = combined(checks)
+    return checked._replace(iid_mask=iid_mask, sample_weight=sample_weight, indexes=indexes, check=check)
 
 
 def _in_memory(numbers: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _check_targets(
     if tuple(targets.shape) != (count,):
         fix = "Pass multi_hot=True for (N, C) targets of 0 and 1." if targets.ndim == 2 else ""
         raise ValueError(expected("targets", f"shape ({count},), one entry per row of logits", targets, fix))
-    raw, num_stored = targets, None
+    raw = targets
     if not is_int64:
         check_exact(targets, rule.num_classes)
         targets = targets.to(torch.int64)
@@ -215,15 +215,14 @@ def _check_targets(
 
     if count and validate_args and not is_host:
         numbers = _count_on_device(raw, targets, rule)
-        if stored is not None:
-            num_stored = stored(logits.detach(), targets).sum(dtype=torch.float64)
+        to_store = None if stored is None else stored(logits.detach(), targets).sum(dtype=torch.float64)
         if defers:
             flag = torch.ne(numbers.sum(), count, out=targets.new_empty(()))  # in the dtype of the header
             check = DeviceCheck(flag, lambda: check_of_values().error())
-            unread = numbers[0], numbers[1] if is_binary else math.nan, math.nan if num_stored is None else num_stored
+            unread = numbers[0], numbers[1] if is_binary else math.nan, math.nan if to_store is None else to_store
             return Batch(logits, targets, rule=rule, check=check, unread=unread)
-        found = (numbers if num_stored is None else torch.cat([numbers, num_stored[None]])).tolist()
-        num_stored = None if num_stored is None else int(found.pop())
+        found = (numbers if to_store is None else torch.cat([numbers, to_store[None]])).tolist()
+        num_stored = None if to_store is None else int(found.pop())
         if sum(found) == count:
             num_positive = int(found[1]) if is_binary and not found[0] else None
             return Batch(logits, targets, None, None, None, not found[0], num_positive, num_stored, rule=rule)
@@ -238,7 +237,7 @@ def _check_targets(
     if is_binary:
         ignored = targets == rule.ignore_index
         targets = torch.where(ignored, targets, (targets != 0).to(torch.int64))
-    return Batch(logits, targets, num_stored=num_stored, rule=rule)
+    return Batch(logits, targets, rule=rule)
 
 
 def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:

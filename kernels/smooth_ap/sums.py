@@ -173,8 +173,8 @@ def smooth_ap_and_gradient(
             order = order_for(scores, num_rows)
             bins = find_bins(scores, *known.ends, temperature, order.fine)
             if bins is not None and bins.outside is None and not pairs_are_best(known.num_positive, bins.num_coarse):
-                rows = scores, positive, known.num_positive
-                return *smooth_ap_of_one_class(*rows, bins, order, temperature, with_grad), positive.new_ones(1)
+                pool = scores, positive, known.num_positive
+                return *smooth_ap_of_one_class(*pool, bins, order, temperature, with_grad), positive.new_ones(1)
         problem, valid, all_valid = _list_positives_of_one_class(scores, positive, member, weight, temperature, known)
         ends = known.ends
     problem = problem._replace(key_weight=key_weight)

@@ -241,8 +241,7 @@ class RankingLoss(HoldsQueue):
         def bring() -> Offer[None]:
             live = self._check(given, group)
             facts, checksum = self._facts({}), self._checksum
-            travels = {"totals": live.counts, "checksum": checksum, "check": live.check, "tensors": live.tensors}
-            return Offer(None, facts, **travels, names=TENSORS)
+            return Offer(None, facts, 0, live.counts, checksum, live.check, live.tensors, TENSORS)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         return Batch.of_all(agreed.tensors, agreed.totals, self._rule), agreed.rows
