@@ -219,7 +219,8 @@ def weighted_smooth_ap_in_c(
     )
     if polynomials is None:
         return loss, scores.new_empty(0), valid
-    gradient, pull = _memory_like(scores), polynomials[:, 0].to(scores.dtype)
+    # Scores of several classes may be a transpose, which empty_like keeps and C refuses.
+    gradient, pull = _memory_like(scores).contiguous(), polynomials[:, 0].to(scores.dtype)
     rows = scores, member, scale, first, gradient, positive
     native.evaluate(pull, *rows, polynomials[:, 1], weight, terms)
     return loss, gradient, valid

@@ -169,7 +169,7 @@ def smooth_ap_and_gradient(
         if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
             known = _read_one_class(scores, positive, member, weight, num_positive)
         is_simple = 0 < known.num_positive < num_rows <= costs.rows_at_once and member is None and weight is None
-        if is_simple and known.ends is not None and all(map(torch.isfinite, known.ends)):
+        if is_simple and not costs.reads_freely and known.ends is not None and all(map(torch.isfinite, known.ends)):
             order = order_for(scores, num_rows)
             bins = find_bins(scores, *known.ends, temperature, order.fine)
             if bins is not None and bins.outside is None and not pairs_are_best(known.num_positive, bins.num_coarse):

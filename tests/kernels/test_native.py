@@ -692,3 +692,16 @@ def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
     run = driven(tmp_path, "clean", "-O0", "-g", *sanitizers, "-DMANY=")
     assert ("AddressSanitizer" in run.stderr) == is_control, run.stderr
     assert (run.returncode == 0) == (not is_control), run.stdout + run.stderr
+
+
+def test_many_weighted_rows_of_classes_of_which_some_are_ignored() -> None:
+    """Their scores are a transpose, so a gradient like them is none that C can write."""
+    targets = torch.arange(9_000) % 3
+    targets[::7] = -100
+    gradients = []
+    for kept in (torch.ones(9_000, dtype=torch.bool), targets >= 0):  # ignored rows count as removed ones
+        logits = normal(9_000, 3, seed=0).float()[kept].requires_grad_()
+        weight = torch.linspace(0.5, 1.5, 9_000)[kept]
+        fullrank.losses.smooth_ap(logits, targets[kept], 0.1, sample_weight=weight).backward()
+        gradients.append(logits.grad[targets[kept] >= 0])
+    torch.testing.assert_close(*gradients, rtol=2e-6, atol=2e-6 * float(gradients[1].abs().max()))
