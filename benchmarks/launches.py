@@ -57,7 +57,7 @@ STEPS = {
     "SmoothAP of many rows": Step(_ap(), 10_000_000, is_large=True),
     "SmoothAP of classes": Step(_ap(100), 4_096, 100, is_large=True),
     "SmoothAP of many rows and classes": Step(_ap(100), 100_000, 100, is_large=True),
-    "Recall": Step(lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, queue_size=0), 100_000),
+    "Recall": Step(lambda: losses.RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid"), 100_000),
     "pAUC, trapezoid": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0), 100_000),
     "pAUC, pairwise": Step(lambda: losses.PAUCAtBudgetLoss(1, beta=0.05, surrogate="pairwise", queue_size=0), 100_000),
     "pAUC, dro": Step(lambda: losses.PAUCAtBudgetLoss(1, surrogate="dro", queue_size=0), 100_000),
@@ -69,7 +69,9 @@ OVER_RANKS = {
     "SmoothAP of few rows, queue of 1,024": STEPS["SmoothAP"]._replace(loss=_ap(queue_size=1024)),
     "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
     "SmoothAP, sharded": Step(lambda: ShardedLoss(_ap()()), 100_000),
-    "Recall, sharded": Step(lambda: ShardedLoss(losses.RecallAtQuantileLoss(1, temperature=0.1)), 100_000),
+    "Recall, sharded": Step(
+        lambda: ShardedLoss(losses.RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid")), 100_000
+    ),
     "retrieval": Step(losses.RetrievalSmoothAPLoss, 300, 64),  # 64 dimensions and 64 labels
     "softmax focal": STEPS["softmax focal"],
 }

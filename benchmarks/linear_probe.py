@@ -51,7 +51,7 @@ DECAYS = (1.0, 0.0)  # times the L2 of the regression
 REAL, REAL_ITERATIONS = "subtropical storms", 20
 LOSSES: dict[str, Callable[[], RankingLoss]] = {
     "SmoothAP": lambda: SmoothAPLoss(1),
-    "recall": lambda: RecallAtQuantileLoss(1, BUDGET),
+    "recall": lambda: RecallAtQuantileLoss(1, BUDGET, surrogate="sigmoid"),
     **{
         f"pAUC {surrogate}": lambda surrogate=surrogate: PAUCAtBudgetLoss(1, beta=BUDGET, surrogate=surrogate)
         for surrogate in ("dro", "pairwise", "trapezoid")

@@ -1,6 +1,7 @@
 """Do the losses for a budget win by their own metric, and does it help to rank more rows together?
 
-Usage: python benchmarks/own_metric.py [--quick] [--tables losses pools] [--part K/N] [--cache FILE] [--out FOLDER]
+Usage: python benchmarks/own_metric.py [--quick] [--tables losses pools budgets] [--part K/N] [--cache FILE]
+       [--out FOLDER]
 
 Sets, networks and training are those of real.py, the three metrics those of real_runs.py: average precision, recall in
 the top 5 % of the rows, where ties share what is left of them, and the area under the ROC curve to a false-positive
@@ -17,6 +18,9 @@ LibAUC 2 has its own optimizer and batches; without it (``pip install --no-deps 
 256, 1,024 or 4,096 rows as a whole, or 256 of its rows at a time, as 4 or 16 processes do that do not pool, or 256 rows
 and a queue of 4,096. Differences are from cross-entropy with as many rows a step.
 
+``budgets``: the same ten sets, rates and splits, checkpoints up to 400 steps, 64, 256 and 1,024 rows a step and budgets
+of 0.5, 2 and 8 %, of loss and metric. How many rows must the budget hold before a loss for it works alone?
+
 The full run takes one to two hours on one core and writes own_metric.json and the picture of the page about choosing a
 loss. ``--part 1/2`` and ``--part 2/2`` fill two caches at a time; with both in one file a run without it needs seconds.
 Needs the ``bench`` extra.
@@ -24,6 +28,7 @@ Needs the ``bench`` extra.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,10 +60,24 @@ class Layout(NamedTuple):
         return f"{self.batch:,}{f' as {self.parts}' if self.parts > 1 else ''}{self.added}"
 
 
+class Few(NamedTuple):
+    """The rows of a step, and the budget of the losses and of the metrics."""
+
+    rows: int
+    budget: float
+
+
 LAYOUTS = (Layout(256), Layout(1024, 4), Layout(1024), Layout(4096, 16), Layout(4096), Layout(256, 1, ", queue"))
+FEW = tuple(Few(rows, budget) for rows in (64, 256, 1024) for budget in (0.005, 0.02, 0.08))
+ALONE = {"recall": "recall", "pAUC pairwise": "pAUC", "pAUC dro": "pAUC"}  # its own metric
 STEPS = (50, 100, 200, 400, 800)
-FULL = (Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), STEPS), Size(LARGE, (3e-3, 1e-2), (10, 11), STEPS))
-QUICK = (Size(("letter H", "positive covid tests"), (1e-2,), (10,), (2, 4)), Size(("letter H",), (1e-2,), (10,), (2,)))
+FULL = (
+    Size(tuple(BINARY), (1e-3, 3e-3, 1e-2), (10, 11, 12), STEPS),
+    Size(LARGE, (3e-3, 1e-2), (10, 11), STEPS),
+    Size(LARGE, (3e-3, 1e-2), (10, 11), STEPS[:-1]),
+)
+SMALL = Size(("letter H",), (1e-2,), (10,), (2,))
+QUICK = (Size(("letter H", "positive covid tests"), (1e-2,), (10,), (2, 4)), SMALL, SMALL)
 
 
 def losses(found: dict[str, Found]) -> Record:
@@ -86,6 +105,23 @@ def pools(found: dict[str, dict[Layout, Found]]) -> list[Record]:
         lines = [[record["method"], record["layout"], f"{record['base']:.3f}", *cells(record)] for record in of_metric]
         header = ("loss", "rows a step", CE, "minus cross-entropy", "p", "better")
         markdown(f"{metric} by the rows that are ranked together; {len(lines)} comparisons", header, lines)
+    return records
+
+
+def budgets(found: dict[str, dict[Few, Found]]) -> list[Record]:
+    """Return and print the differences of each loss alone from cross-entropy, by rows and budget."""
+    records: list[Record] = []
+    for method, metric in ALONE.items():
+        for few, runs in sorted(found[metric].items(), key=lambda item: (item[0].rows * item[0].budget, item[0])):
+            base = of_sets(runs, CE)
+            about = {"method": method, "metric": metric, **few._asdict(), "base": float(base.mean())}
+            records.append(about | compare(of_sets(runs, method), base))
+    lines = []
+    for one in records:
+        size = f"{one['rows']:,}", f"{100 * one['budget']:g} %", f"{one['rows'] * one['budget']:.1f}"
+        lines.append([one["method"], one["metric"], *size, f"{one['base']:.3f}", *cells(one)])
+    header = ("loss", "metric", "rows a step", "budget", "rows in it", CE, "minus cross-entropy", "p", "better")
+    markdown(f"Own metric by the rows in the budget; {len(lines)} comparisons", header, lines)
     return records
 
 
@@ -118,7 +154,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 def main() -> None:
     """Run, print, write."""
-    script, tables = Run(__doc__, "own_metric"), ("losses", "pools")
+    script, tables = Run(__doc__, "own_metric"), ("losses", "pools", "budgets")
     script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
     script.parser.add_argument("--part", default="1/1", help="which of how many parts of the runs to make")
@@ -126,8 +162,8 @@ def main() -> None:
     if (absent := missing()) is not None:
         script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
     torch.set_num_threads(1)
-    (of_losses, of_pools), cache = QUICK if options.quick else FULL, Cache(options.cache)
-    jobs: dict[Job, Layout | None] = {}
+    (of_losses, of_pools, of_budgets), cache = QUICK if options.quick else FULL, Cache(options.cache)
+    jobs: dict[Job, Layout | Few | None] = {}
     if "losses" in options.tables:
         jobs |= {Job(name, method, *of_losses[1:]): None for name in of_losses.sets for method in (*BASES, *OWN)}
     if "pools" in options.tables:
@@ -137,8 +173,11 @@ def main() -> None:
                 for method in (*baseline, *POOLED):
                     job = Job(name, f"{method}{layout.added}", *of_pools[1:], None, layout.batch, layout.parts)
                     jobs[job] = layout
+    if "budgets" in options.tables:
+        for name, few, method in itertools.product(of_budgets.sets, FEW, (CE, *ALONE)):
+            jobs[Job(name, method, *of_budgets[1:], batch=few.rows, budget=few.budget)] = few
     part, parts = map(int, options.part.split("/"))
-    found: dict[tuple[Layout | None, str], Found] = {}
+    found: dict[tuple[Layout | Few | None, str], Found] = {}
     start = time.perf_counter()
     for done, (job, layout) in enumerate(jobs.items()):
         if done % parts != part - 1:
@@ -149,11 +188,13 @@ def main() -> None:
             print(f"{time.perf_counter() - start:.0f} s: {done + 1} of {len(jobs)} runs, {job.set}", flush=True)
     if parts > 1:
         return
-    results: Record = {"sizes": [size._asdict() for size in (of_losses, of_pools)]}
+    results: Record = {"sizes": [size._asdict() for size in (of_losses, of_pools, of_budgets)]}
     if "losses" in options.tables:
         results["losses"] = losses({metric: found[None, metric] for metric in METRICS})
     if "pools" in options.tables:
         results["pools"] = pools({metric: {layout: found[layout, metric] for layout in LAYOUTS} for metric in METRICS})
+    if "budgets" in options.tables:
+        results["budgets"] = budgets({metric: {few: found[few, metric] for few in FEW} for metric in METRICS})
     script.write(**results)
     if "pools" in results and (folder := script.folder(PICTURES)) is not None:
         draw(results["pools"], folder / "pools.svg")

@@ -1,11 +1,12 @@
 """The runs of the benchmark on real data: losses by name, small networks trained with them, and their figures.
 
 A method is named by its terms and, after a comma, by what is added: ``"weighted cross-entropy + SmoothAP"``,
-``"cross-entropy, sampler"``, ``"SmoothAP, queue"``. ``"recall"`` is ``RecallAtQuantileLoss``, and ``"pAUC dro"`` and
-``"pAUC pairwise"`` are ``PAUCAtBudgetLoss`` with that surrogate, all with the budget of the metric, 5 %; ``"pAUC"`` has
-its default. Weighted cross-entropy weighs each row by the inverse share of its
-class in the batches and divides by the sum of the weights, as ``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have
-weight 1, and losses of fullrank their defaults. ``"hard-negative 0.2"`` is a baseline that is written out here.
+``"cross-entropy, sampler"``, ``"SmoothAP, queue"``. ``"recall"`` is ``RecallAtQuantileLoss(surrogate="sigmoid")``, and
+``"pAUC dro"`` and ``"pAUC pairwise"`` are ``PAUCAtBudgetLoss`` with that surrogate, all with the budget of the metric;
+``"pAUC dro"`` is ``RecallAtQuantileLoss`` with its default surrogate too. ``"pAUC"`` has its defaults. Weighted
+cross-entropy weighs each row by the inverse share of its class in the batches and divides by the sum of the weights, as
+``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have weight 1, and losses of fullrank their defaults.
+``"hard-negative 0.2"`` is a baseline that is written out here.
 ``"LibAUC AP"`` and ``"LibAUC pAUC"`` are ``APLoss`` with ``SOAP`` and ``pAUC_DRO_Loss`` with ``SOPAs`` of LibAUC 2, on
 probabilities, with its defaults and half of each batch positive, as in its examples.
 """
@@ -53,6 +54,7 @@ class Job(NamedTuple):
     share: float | None = None  # of positives, to which training and validation rows are thinned
     batch: int = BATCH
     parts: int = 1  # of a batch, each with a loss of its own, whose mean counts: processes that do not pool
+    budget: float = BUDGET  # of the losses and of the metrics
 
 
 class Cache:
@@ -117,13 +119,14 @@ def hard_negative(logits: Tensor, targets: Tensor, share: float) -> Tensor:
     return ((each * counted).sum(dim=0) / counted.sum(dim=0)).sum()
 
 
-def build(method: str, share: float, columns: int) -> Loss:
+def build(method: str, share: float, columns: int, budget: float = BUDGET) -> Loss:
     """Return the sum over the columns of the loss of each, to be called with logits and targets (N, columns).
 
     Args:
         method: its name, as above.
         share: of positives in the batches.
         columns: number of networks.
+        budget: of the losses that have one.
     """
     names, _, added = method.partition(", ")
     options: dict[str, Any] = {"reduction": "sum", "multi_hot": True}
@@ -149,10 +152,10 @@ def build(method: str, share: float, columns: int) -> Loss:
 
     ranking: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "SmoothAP": (SmoothAPLoss, {}),
-        "recall": (RecallAtQuantileLoss, {"quantile": BUDGET}),
+        "recall": (RecallAtQuantileLoss, {"quantile": budget, "surrogate": "sigmoid"}),
         "pAUC": (PAUCAtBudgetLoss, {}),
-        "pAUC dro": (PAUCAtBudgetLoss, {"beta": BUDGET, "surrogate": "dro"}),
-        "pAUC pairwise": (PAUCAtBudgetLoss, {"beta": BUDGET, "surrogate": "pairwise"}),
+        "pAUC dro": (PAUCAtBudgetLoss, {"beta": budget, "surrogate": "dro"}),
+        "pAUC pairwise": (PAUCAtBudgetLoss, {"beta": budget, "surrogate": "pairwise"}),
     }
     terms: list[Loss] = []
     for name in names.split(" + "):
@@ -220,7 +223,7 @@ def _rows(name: str, seed: int, share: float | None) -> Splits:
     return parts if share is None else thinned(parts, share, seed)._replace(test=parts.test)
 
 
-def figures_of(scores: Tensor, targets: Tensor, share: float | None = None) -> list[float]:
+def figures_of(scores: Tensor, targets: Tensor, share: float | None = None, budget: float = BUDGET) -> list[float]:
     """Return the ``METRICS``, 0 if a score is not finite.
 
     With a ``share`` negatives are weighed so that positives have that share: the figure is that of rows with so few
@@ -240,10 +243,10 @@ def figures_of(scores: Tensor, targets: Tensor, share: float | None = None) -> l
     alarms, hits, _ = roc_curve(*rows, sample_weight=of_numpy, drop_intermediate=False)
     share_of_positives = share or float(targets.float().mean())
     reviewed = share_of_positives * hits + (1 - share_of_positives) * alarms
-    recall = float(np.interp(BUDGET, reviewed, hits))
-    inside = alarms < BUDGET
-    end = np.interp(BUDGET, alarms, hits)
-    area = float(np.trapezoid(np.append(hits[inside], end), np.append(alarms[inside], BUDGET))) / BUDGET
+    recall = float(np.interp(budget, reviewed, hits))
+    inside = alarms < budget
+    end = np.interp(budget, alarms, hits)
+    area = float(np.trapezoid(np.append(hits[inside], end), np.append(alarms[inside], budget))) / budget
     return [precision, recall, area]
 
 
@@ -266,7 +269,7 @@ def run(job: Job) -> list[Any]:
                 scores = score(torch.stack([each.features for each in rows]))
             for rate, by_split in zip(scores, found[part], strict=True):
                 for own, each, values in zip(rate, rows, by_split, strict=True):
-                    values.append(figures_of(own, each.targets, share))
+                    values.append(figures_of(own, each.targets, share, job.budget))
 
     if job.method == TREES:
         trees = [HistGradientBoostingClassifier(random_state=seed) for seed in job.splits]
@@ -291,7 +294,7 @@ def run(job: Job) -> list[Any]:
     if job.method in PEERS:
         loss = build_peer(job.method, networks, targets.shape[1], columns)
     else:
-        loss = build(job.method, share, columns * job.parts)
+        loss = build(job.method, share, columns * job.parts, job.budget)
     streams = [batches(own, job.batch, positives, seed) for own, seed in zip(targets, job.splits, strict=True)]
     place = torch.arange(len(job.splits))[:, None]
     for step in range(1, max(job.steps) + 1):

@@ -92,7 +92,7 @@ def make_step(case: Case, pool: Any, world_size: int) -> Callable[[], None]:
     if case.loss == "smooth_ap":
         loss = fullrank.SmoothAPLoss(case.num_classes, temperature=0.1)
     elif case.loss == "recall":
-        loss = fullrank.RecallAtQuantileLoss(case.num_classes, temperature=0.3)
+        loss = fullrank.RecallAtQuantileLoss(case.num_classes, temperature=0.3, surrogate="sigmoid")
     else:
         loss = fullrank.PAUCAtBudgetLoss(case.num_classes, surrogate="trapezoid")
     loss = ShardedLoss(loss) if pool == "sharded" else loss

@@ -43,7 +43,7 @@ def make_losses() -> dict[str, nn.Module]:
     return {
         "SmoothAPLoss": fullrank.SmoothAPLoss(**options),
         "SmoothAPLoss, drawn": fullrank.SmoothAPLoss(**options, max_pool_size=200),
-        "RecallAtQuantileLoss": fullrank.RecallAtQuantileLoss(quantile=0.2, **options),
+        "RecallAtQuantileLoss": fullrank.RecallAtQuantileLoss(quantile=0.2, surrogate="sigmoid", **options),
         "PAUCAtBudgetLoss": fullrank.PAUCAtBudgetLoss(beta=0.3, surrogate="pairwise", **options),
         "SoftmaxFocalLoss": fullrank.SoftmaxFocalLoss(),
     }

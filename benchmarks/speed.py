@@ -47,6 +47,7 @@ class Case(NamedTuple):
     bar: float | None = None
     classes: int = 1
     arguments: dict[str, Any] = {}  # noqa: RUF012  (read only)
+    own: dict[str, Any] = {}  # noqa: RUF012  of fullrank alone
 
 
 class SortCase(NamedTuple):
@@ -57,13 +58,13 @@ class SortCase(NamedTuple):
     outlier: float | None = None
 
 
-PAIRWISE = {"surrogate": "pairwise"}
+PAIRWISE, SIGMOID = {"surrogate": "pairwise"}, {"surrogate": "sigmoid"}
 FULL = (
     Case("SmoothAPLoss", 1_000, 0.05, 1),
     Case("SmoothAPLoss", 20_000, 0.20, 250),
     Case("SmoothAPLoss", 50_000, 0.01, 80),
     Case("SmoothAPLoss", 4_096, None, 10, classes=1_000),
-    Case("RecallAtQuantileLoss", 1_000_000, 0.01, 2.5, arguments={"quantile": 0.005}),
+    Case("RecallAtQuantileLoss", 1_000_000, 0.01, 2.5, own=SIGMOID),
     Case("PAUCAtBudgetLoss", 1_000_000, 0.01, 2.5, arguments=PAIRWISE),
 )
 FULL_SORT = (
@@ -77,7 +78,7 @@ QUICK = (
     Case("SmoothAPLoss", 1_000, 0.05, 1),
     Case("SmoothAPLoss", 2_000, 0.20),
     Case("SmoothAPLoss", 256, None, classes=20),
-    Case("RecallAtQuantileLoss", 20_000, 0.01, arguments={"quantile": 0.005}),
+    Case("RecallAtQuantileLoss", 20_000, 0.01, own=SIGMOID),
     Case("PAUCAtBudgetLoss", 20_000, 0.01, arguments=PAIRWISE),
 )
 QUICK_SORT = (SortCase(10_000), SortCase(10_000, outlier=1e30))
@@ -91,8 +92,8 @@ def against_peer(cases: tuple[Case, ...], repeats: int) -> list[Record]:
         logits, targets = make_rows(case.rows, case.classes, case.share)
         arguments = {"num_classes": case.classes, "queue_size": 0} | case.arguments
         steps = {
-            name: training_step(getattr(library, case.loss)(**arguments), logits, targets)
-            for name, library in (("peer", imbalanced_losses), ("ours", fullrank))
+            name: training_step(getattr(library, case.loss)(**arguments, **own), logits, targets)
+            for name, library, own in (("peer", imbalanced_losses, {}), ("ours", fullrank, case.own))
         }
         peer, ours = (median(times) for times in interleave(steps, repeats).values())
         results.append(case._asdict() | {"peer_ms": peer * 1e3, "ours_ms": ours * 1e3, "ratio": peer / ours})

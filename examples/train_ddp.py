@@ -95,7 +95,7 @@ def proof_losses(share: float, queue_size: int) -> dict[str, nn.Module]:
         "weighted CE + SmoothAP": build_loss("sum", share),
         "focal": PerRow(SigmoidFocalLoss()),
         "SmoothAP, queue": SmoothAPLoss(**queue),
-        "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, **queue),
+        "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, surrogate="sigmoid", **queue),
         "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=share, **queue),
     }
 

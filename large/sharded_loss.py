@@ -35,6 +35,7 @@ from .thresholds import recall_of_shard, trapezoid_of_shard
 
 Shardable: TypeAlias = SmoothAPLoss | RecallAtQuantileLoss | PAUCAtBudgetLoss
 KINDS = SmoothAPLoss, RecallAtQuantileLoss, PAUCAtBudgetLoss
+SURROGATES: dict[type, str] = {RecallAtQuantileLoss: "sigmoid", PAUCAtBudgetLoss: "trapezoid"}
 CALL = "ShardedLoss"  # in the header
 
 
@@ -50,9 +51,10 @@ class ShardedLoss(nn.Module):
     ``sharded.loss`` itself, which gathers the rows.
 
     Args:
-        loss: a :class:`~fullrank.SmoothAPLoss`, a :class:`~fullrank.RecallAtQuantileLoss`, or a
-            :class:`~fullrank.PAUCAtBudgetLoss` with ``surrogate="trapezoid"``, whose ``queue_size`` is 0 and whose
-            ``max_pool_size`` is None. The state is its state, with ``loss.`` before the names.
+        loss: a :class:`~fullrank.SmoothAPLoss`, a :class:`~fullrank.RecallAtQuantileLoss` with
+            ``surrogate="sigmoid"``, or a :class:`~fullrank.PAUCAtBudgetLoss` with ``surrogate="trapezoid"``, whose
+            ``queue_size`` is 0 and whose ``max_pool_size`` is None. The state is its state, with ``loss.`` before the
+            names.
 
     Shape:
         As for ``loss``.
@@ -228,8 +230,8 @@ def check_shardable(loss: Any) -> Any:
         fix = "Its sums are those of that formula. Without ShardedLoss it gathers the rows."
         raise TypeError(expected("loss", f"the formula of {kind.__name__}", Words(f"a {type(loss).__name__}"), fix))
     settings: list[tuple[str, object]] = [("queue_size", 0), ("max_pool_size", None)]
-    if kind is PAUCAtBudgetLoss:
-        settings.append(("surrogate", "trapezoid"))
+    if kind in SURROGATES:
+        settings.append(("surrogate", SURROGATES[kind]))
     for name, value in settings:
         if getattr(loss, name) != value:
             fix = "Construct the loss with it. Without ShardedLoss it gathers the rows."

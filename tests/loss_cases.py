@@ -168,7 +168,9 @@ class Loss:
     @property
     def is_automatic(self) -> bool:
         """Whether its usual temperature follows from the scores."""
-        return "temperature" in self.arguments and self.default("temperature") is None
+        if "temperature" not in self.arguments or self.argument("temperature").apart:
+            return False
+        return self.default("temperature") is None
 
     def argument(self, name: str) -> Argument:
         """Return the entry of an argument: what is said of it here, and of all losses that have it."""
@@ -272,6 +274,9 @@ RULE = Argument("lower", ["cubic"])
 WARM = {"temperature": 0.2}
 SIGMOID = {"temperature": 0.2, "bias": -1.0}
 MARGIN = Argument(0.5, [-0.1, NAN, INF], ["0.1"])
+SMOOTH_RECALL = {"surrogate": "sigmoid"}
+QUANTILE = Argument(0.4, [0.0, 1.0, -0.1, 1.5, NAN], ["0.1"])
+WITHOUT_EFFECT = "The two surrogates of recall do not take the same arguments."
 TRAPEZOID, DRO = {"surrogate": "trapezoid"}, {"surrogate": "dro"}
 BAND, LINEAR = {"alpha": 0.1, "beta": 0.7}, {"quantile_interpolation": "linear"}
 READS_VALUES = "It reads values, of which the meta device has none."
@@ -306,22 +311,45 @@ ROWS = (
         losses.recall_at_quantile,
         reference.recall_at_quantile,
         forms={
-            "": {"quantile": 0.3, "temperature": 0.3},
-            "linear": {"quantile": 0.13, "temperature": 0.3, **LINEAR},
-            "automatic": {"quantile": 0.3},
+            "": {"quantile": 0.3, "temperature": 0.3, **SMOOTH_RECALL},
+            "linear": {"quantile": 0.13, "temperature": 0.3, **LINEAR, **SMOOTH_RECALL},
+            "automatic": {"quantile": 0.3, **SMOOTH_RECALL},
         },
         settings={
-            rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
+            rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule, **SMOOTH_RECALL}
             for rule, q in (("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45))
         },
         controls=[{"quantile": 0.34}, {"quantile": 0.2}],
         own={
-            "quantile": Argument(0.4, [0.0, 1.0, -0.1, 1.5, NAN], ["0.1"]),
+            "quantile": QUANTILE,
             "quantile_interpolation": RULE,
             "threshold_gradient": Argument(False),
+            "surrogate": Argument("dro", ["hinge"], apart=WITHOUT_EFFECT, among={"temperature": None}),
         },
         needs=frozenset({"positives"}),
         of_order=True,
+    ),
+    Loss(
+        "recall_dro",
+        "scores",
+        losses.RecallAtQuantileLoss,
+        losses.recall_at_quantile,
+        reference.recall_at_quantile,
+        forms={"": {"quantile": 0.2}},
+        settings={"defaults": {}, "half": {"quantile": 0.5}},
+        controls=[{"quantile": 0.5}, SMOOTH_RECALL],
+        own={
+            "quantile": QUANTILE,
+            "quantile_interpolation": RULE._replace(apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
+            "threshold_gradient": Argument(False, apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
+            "temperature": Argument(apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
+            "surrogate": Argument("sigmoid", ["hinge"]),
+        },
+        together=[
+            ("temperature", {"temperature": 0.3}, "0.3.*'sigmoid'"),
+            ("quantile_interpolation", LINEAR, "linear.*'sigmoid'"),
+            ("threshold_gradient", {"threshold_gradient": False}, "False.*'sigmoid'"),
+        ],
     ),
     Loss(
         "pauc",

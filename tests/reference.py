@@ -403,9 +403,13 @@ def recall_at_quantile(
     ignore_index: int = -100,
     queue_keep: str = "all",
     threshold_gradient: bool = True,
+    surrogate: str = "dro",
     weighting: str = "rows",
 ) -> Result:
-    """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores."""
+    """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores.
+
+    With "dro" the mean over P of a soft maximum over the negatives, whose perplexity is q times their number.
+    """
     if temperature is None:
         classes = problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)
         kept = [[row for row in problem if row.weight or weighting == "positives"] for problem in classes]
@@ -415,6 +419,12 @@ def recall_at_quantile(
         positives = [row for row in problem if row.positive]
         if sum(row.weight for row in positives) == 0:
             return None, {}
+        if surrogate == "dro":
+            negatives = [row for row in problem if not row.positive]
+            if not negatives:
+                return None, {}
+            tilt = _tilt_of_budget(positives, negatives, 1.0, quantile)
+            return _weighted_mean([_soft_maximum(i, negatives, 1.0, tilt) for i in positives], positives), {}
         level = upper_level(
             [row.score.item() for row in problem], quantile, quantile_interpolation, [row.mass for row in problem]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -81,12 +82,21 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
     check_choice("pos_numerator", area.pos_numerator, get_args(PosNumerator))
     check_choice("budget_basis", area.budget_basis, get_args(BudgetBasis))
     check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
-    arguments = {**area._asdict(), "temperature": temperature}
-    for name, (surrogates, default) in _USED_BY.items():
-        if area.surrogate not in surrogates and arguments[name] != default:
-            fix = f"It acts with surrogate={' and '.join(map(repr, surrogates))} alone: leave it out, or choose one."
-            raise ValueError(expected(name, f"{default!r} with surrogate={area.surrogate!r}", arguments[name], fix))
+    check_used(area.surrogate, {**area._asdict(), "temperature": temperature}, _USED_BY)
     return area
+
+
+def check_used(
+    surrogate: str, arguments: Mapping[str, object], used_by: Mapping[str, tuple[tuple[str, ...], object]]
+) -> None:
+    """Raise ValueError for an argument that has no effect with ``surrogate`` and is not at its default.
+
+    ``used_by`` has the surrogates that use an argument, and its default.
+    """
+    for name, (surrogates, default) in used_by.items():
+        if surrogate not in surrogates and arguments[name] != default:
+            fix = f"It acts with surrogate={' and '.join(map(repr, surrogates))} alone: leave it out, or choose one."
+            raise ValueError(expected(name, f"{default!r} with surrogate={surrogate!r}", arguments[name], fix))
 
 
 class MissedArea(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -11,7 +13,7 @@ from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
 from .base import PoolOptions, RankingLoss
 from .hints import Setting
-from .pauc_surrogates import PartialArea
+from .pauc_surrogates import TEMPERATURE, PartialArea, check_used, missed_area
 from .pool import (
     PerClass,
     Pool,
@@ -23,7 +25,15 @@ from .pool import (
     reduce_values,
 )
 
+Surrogate = Literal["dro", "sigmoid"]
+
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
+# Arguments that only some surrogates use, with their defaults.
+_USED_BY: dict[str, tuple[tuple[str, ...], object]] = {
+    "temperature": (("sigmoid",), None),
+    "quantile_interpolation": (("sigmoid",), "higher"),
+    "threshold_gradient": (("sigmoid",), True),
+}
 
 
 @completed(local_pool, at_temperature, PartialArea)
@@ -41,8 +51,15 @@ def recall_at_quantile(
     weighting: Weighting = "rows",
     validate_args: bool = True,
     threshold_gradient: bool = True,
+    surrogate: Surrogate = "dro",
 ) -> Tensor:
-    r"""Compute one minus the smooth share of positives above the (1 - q) quantile of all scores.
+    r"""Compute a loss for the recall among the share q of the rows with the highest scores, by one of two surrogates.
+
+    ``"dro"``, the default, is that of :func:`~fullrank.losses.pauc_at_budget` with ``beta=quantile``: the mean over the
+    positives of a soft maximum over the negatives, of which the effective number is q times their number. All positives
+    and negatives have a gradient, also those far from the threshold. The scores are logits, and the loss may exceed 1.
+
+    ``"sigmoid"`` is one minus the smooth share of positives above the (1 - q) quantile of all scores:
 
     .. math:: L = 1 - \frac{1}{|P|} \sum_{i \in P} \sigma\!\left(\frac{x_i - \theta}{\tau}\right), \quad
               \theta = Q_{1-q}(x)
@@ -50,7 +67,7 @@ def recall_at_quantile(
     With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold. Only
     positives within a few tau of the threshold have gradient.
 
-    The threshold passes its gradient to all rows, as the quantile of the smoothed scores does. Positives rise, the rows
+    Its threshold passes a gradient to all rows, as the quantile of the smoothed scores does. Positives rise, the rows
     near the threshold fall, and the gradient of all rows adds up to 0:
 
     .. math:: \frac{\partial \theta}{\partial x_j} =
@@ -61,13 +78,15 @@ def recall_at_quantile(
     weight scores strictly above the threshold ``"higher"``.
 
     Args:
-        quantile: q in (0, 1), the share of rows that can be reviewed.
+        quantile: q in (0, 1), the share of rows that can be reviewed; under ``"dro"`` a share of negatives.
+        surrogate: ``"dro"``, a soft maximum over the negatives, or ``"sigmoid"``, the smooth recall. ``temperature``,
+            ``quantile_interpolation`` and ``threshold_gradient`` act with ``"sigmoid"`` alone, and raise otherwise.
 
     Degenerate:
-        A class without a positive of positive weight is invalid: left out of the mean and the sum, NaN under
-        ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer than 1 / q rows the threshold is
-        the top score, and often no positive is near enough to have a gradient. An infinite threshold carries no
-        gradient.
+        A class without a positive of positive weight is invalid, and under ``"dro"`` one without a negative: left out
+        of the mean and the sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer
+        than 1 / q rows the threshold of ``"sigmoid"`` is the top score, and often no positive is near enough to have a
+        gradient. An infinite threshold carries no gradient.
 
     Numerics:
         Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every
@@ -75,22 +94,28 @@ def recall_at_quantile(
 
     Example:
         >>> import torch
-        >>> recall_at_quantile(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]), quantile=0.5)
+        >>> scores, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0])
+        >>> recall_at_quantile(scores, targets, quantile=0.5)
+        tensor(0.7572)
+        >>> recall_at_quantile(scores, targets, quantile=0.5, surrogate="sigmoid")
         tensor(0.5000)
 
     Reference:
-        Boyd et al., Accuracy at the Top, NeurIPS 2012, for the threshold at a quantile of all scores; Eban et al.,
-        Scalable Learning of Non-Decomposable Objectives, AISTATS 2017, Mackey, Luo and Eban, Constrained Classification
-        and Ranking via Quantiles, 2018, and Macha, Adam and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
+        Zhu et al., When AUC meets DRO, ICML 2022, SOPA-s (``"dro"``); Boyd et al., Accuracy at the Top, NeurIPS 2012,
+        for the threshold at a quantile of all scores; Eban et al., Scalable Learning of Non-Decomposable Objectives,
+        AISTATS 2017, Mackey, Luo and Eban, Constrained Classification and Ranking via Quantiles, 2018, and Macha, Adam
+        and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
-    check_quantile(quantile)
-    check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
     shared = logits, targets, temperature, reduction, ignore_index
     pool = local_pool(
         *shared, sample_weight=sample_weight, multi_hot=multi_hot, weighting=weighting, validate_args=validate_args
     )
-    pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
-    per_class = _per_class(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
+    _check(quantile, quantile_interpolation, threshold_gradient, surrogate, temperature)
+    if surrogate == "dro":
+        per_class = _soft_maximum(pool, quantile)
+    else:
+        pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
+        per_class = _missed(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
     return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
@@ -102,9 +127,24 @@ def check_quantile(quantile: float) -> float:
     return quantile
 
 
-def _per_class(
-    pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool
-) -> PerClass:
+def _check(
+    quantile: float, interpolation: str, threshold_gradient: bool, surrogate: str, temperature: float | None
+) -> None:
+    """Raise TypeError or ValueError for arguments that define no loss."""
+    check_quantile(quantile)
+    check_choice("quantile_interpolation", interpolation, INTERPOLATIONS)
+    check_choice("surrogate", surrogate, get_args(Surrogate))
+    arguments = {"temperature": temperature, "quantile_interpolation": interpolation}
+    check_used(surrogate, {**arguments, "threshold_gradient": threshold_gradient}, _USED_BY)
+
+
+def _soft_maximum(pool: Pool, quantile: float) -> PerClass:
+    """Return for each class the mean over its positives of the soft maximum over its negatives."""
+    pool.iid = None  # the mask has no effect on recall
+    return missed_area(pool, PartialArea(beta=quantile), TEMPERATURE, with_stats=False).per_class
+
+
+def _missed(pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool) -> PerClass:
     """Return one minus the smooth recall of each class."""
     share, valid = positive_shares(pool, pool.positive)
     levels = upper_levels(pool.scores, pool.member, [quantile], interpolation, weight=pool.key_weight)
@@ -116,25 +156,28 @@ def _per_class(
 
 @completed(recall_at_quantile)
 class RecallAtQuantileLoss(RankingLoss):
-    """One minus the smooth recall at a quantile, over the rows of all ranks and of a memory queue.
+    """Recall among the share ``quantile`` of the rows with the highest scores, over the rows of all ranks and a queue.
 
-    The formula is that of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
-    queue. Give it many more rows than ``1 / quantile``, 200 by default, and add it to weighted cross-entropy: on 29
-    tables its recall was that of cross-entropy in the sum, and lower alone (see the page about choosing a loss).
+    The formulas are those of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
+    queue. The default, ``surrogate="dro"``, is that of :class:`PAUCAtBudgetLoss` with ``beta=quantile``.
 
-    The threshold carries a gradient, so positives rise and the live rows near the threshold fall. A queue changes the
-    threshold, not this balance: the threshold carries the slope of the live positives, and the gradient of the live
-    rows adds up to 0. In a class without a live row of finite score no row has a gradient.
+    With ``"sigmoid"`` give the pool many more rows than ``1 / quantile``, 200 by default, and add the loss to weighted
+    cross-entropy: on 29 tables its recall was that of cross-entropy in the sum, and lower alone (see the page about
+    choosing a loss). Its threshold carries a gradient, so positives rise and the live rows near the threshold fall. A
+    queue changes the threshold, not this balance: the threshold carries the slope of the live positives, and the
+    gradient of the live rows adds up to 0. In a class without a live row of finite score no row has a gradient.
 
     Example:
         >>> import torch
-        >>> loss = RecallAtQuantileLoss(num_classes=1, quantile=0.5, queue_size=0)
-        >>> loss(torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0]))
+        >>> scores, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0])
+        >>> RecallAtQuantileLoss(num_classes=1, quantile=0.5)(scores, targets)
+        tensor(0.7572)
+        >>> RecallAtQuantileLoss(num_classes=1, quantile=0.5, surrogate="sigmoid")(scores, targets)
         tensor(0.5000)
     """
 
     spread_multiple = SPREAD_MULTIPLE
-    own_arguments = "quantile", "quantile_interpolation", "threshold_gradient"
+    own_arguments = "quantile", "quantile_interpolation", "threshold_gradient", "surrogate"
 
     def __init__(
         self,
@@ -150,29 +193,40 @@ class RecallAtQuantileLoss(RankingLoss):
         max_pool_size: int | None = None,
         *,
         threshold_gradient: bool = True,
+        surrogate: Surrogate = "dro",
         **options: Unpack[PoolOptions],
     ) -> None:
         shared = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
         super().__init__(*shared, gather_distributed, max_pool_size, **options)
-        self.quantile, self.threshold_gradient = check_quantile(quantile), threshold_gradient
-        self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
+        _check(quantile, quantile_interpolation, threshold_gradient, surrogate, temperature)
+        self.quantile, self.quantile_interpolation = quantile, quantile_interpolation
+        self.threshold_gradient, self.surrogate = threshold_gradient, surrogate
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return one minus the smooth recall of each class."""
+        """Return the loss of each class."""
+        if self.surrogate == "dro":
+            return _soft_maximum(pool, self.quantile)
         pool, temperature = self._at_temperature(pool)
-        return _per_class(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+        return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def _setting(self, num_rows: int) -> Setting:
-        small_pool = argument = None
+        setting, argument = super()._setting(num_rows), None
+        if self.quantile > 0.5:
+            argument = (
+                f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the "
+                f"{100 * (1 - self.quantile):.4g} % with the highest scores pass quantile={1 - self.quantile:.4g}."
+            )
+        if self.surrogate == "dro":  # it has no temperature, and no threshold
+            return Setting(None, None, argument)
+        small_pool = None
         if num_rows * self.quantile < 1:
             small_pool = (
                 f"the threshold of quantile={self.quantile:g} is the top score of a pool of {num_rows} rows, so that "
                 "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
                 f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
             )
-        if self.quantile > 0.5:
-            argument = (
-                f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the "
-                f"{100 * (1 - self.quantile):.4g} % with the highest scores pass quantile={1 - self.quantile:.4g}."
-            )
-        return super()._setting(num_rows)._replace(small_pool=small_pool, argument=argument)
+        return setting._replace(small_pool=small_pool, argument=argument)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        check_choice("surrogate", self.surrogate, get_args(Surrogate))

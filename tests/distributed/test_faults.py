@@ -228,7 +228,7 @@ def fewer_steps_then_gone(rank: int) -> None:
 
 def validates_alone(rank: int) -> None:
     """All ranks but one validate; with ``gather_distributed=False`` they would not wait for it."""
-    loss = fullrank.RecallAtQuantileLoss(num_classes=1, temperature=0.3)
+    loss = fullrank.RecallAtQuantileLoss(num_classes=1, quantile=0.3)
     loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
     if rank != DOOMED:
         loss.eval()(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))

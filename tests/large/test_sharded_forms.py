@@ -95,7 +95,7 @@ def whole_smooth_ap(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor
 
 
 def whole_recall(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    return fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature)
+    return fullrank.losses.recall_at_quantile(leaf, targets, 0.1, temperature, surrogate="sigmoid")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_any_scores(rank: int, form: str, name: str, sets: list[str]) -> None:
                 counts = split(len(scores), 2, 0)
                 loss: Any = fullrank.SmoothAPLoss(1, temperature=temperature)
                 if form == "sums":
-                    loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature)
+                    loss = fullrank.RecallAtQuantileLoss(1, 0.1, temperature=temperature, surrogate="sigmoid")
                 with forced(form):
                     value, gradient = loss_and_gradient(ShardedLoss(loss), part_of(Rows(scores, targets), counts, rank))
                 assert leaf.grad is not None

@@ -25,9 +25,10 @@ from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from fullrank.large import ShardedLoss, smooth_ap
 from fullrank.losses.pooled.pool import PoolCounts
 
+SIGMOID = {"quantile": 0.1, "temperature": 0.1, "surrogate": "sigmoid"}
 KINDS: dict[str, Callable[..., Any]] = {
     "smooth_ap": lambda *given, **options: SmoothAPLoss(*given, temperature=0.1, **options),
-    "recall": lambda *given, **options: RecallAtQuantileLoss(*given, quantile=0.1, temperature=0.1, **options),
+    "recall": lambda *given, **options: RecallAtQuantileLoss(*given, **SIGMOID, **options),
     "pauc": lambda *given, **options: PAUCAtBudgetLoss(*given, beta=0.1, surrogate="trapezoid", **options),
 }
 
@@ -76,6 +77,7 @@ class Renamed(RecallAtQuantileLoss):
         (lambda: Steeper(), TypeError, "expected the formula of SmoothAPLoss, got a Steeper"),
         (lambda: SmoothAPLoss(queue_size=8), ValueError, "queue_size: expected 0 in a ShardedLoss, got 8"),
         (lambda: RecallAtQuantileLoss(max_pool_size=9), ValueError, "max_pool_size: expected None in a Sh.*, got 9"),
+        (lambda: RecallAtQuantileLoss(), ValueError, "surrogate: expected 'sigmoid' in a ShardedLoss, got 'dro'"),
         (lambda: PAUCAtBudgetLoss(), ValueError, "surrogate: expected 'trapezoid' in a ShardedLoss, got 'dro'"),
         (lambda: PAUCAtBudgetLoss(surrogate="pairwise"), ValueError, "surrogate: expected 'trapezoid' in a Sharded"),
     ],
@@ -86,7 +88,7 @@ def test_other_losses_are_refused(make: Callable[[], Any], kind: type[Exception]
 
 
 def test_a_subclass_with_the_same_formula_is_taken() -> None:
-    assert isinstance(ShardedLoss(Renamed(quantile=0.3)).loss, Renamed)
+    assert isinstance(ShardedLoss(Renamed(quantile=0.3, surrogate="sigmoid")).loss, Renamed)
 
 
 # A loss, an attribute of it that somebody assigns after the construction, the value, and the error.
@@ -132,7 +134,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "gathered": (lambda rank: ShardedLoss(SmoothAPLoss()) if rank else SmoothAPLoss(), "ShardedLoss on rank 1"),
     "kinds": (lambda rank: ShardedLoss(KINDS["recall" if rank else "smooth_ap"]()), "loss: 'SmoothAPLoss' on rank 0, "),
     "arguments": (
-        lambda rank: ShardedLoss(RecallAtQuantileLoss(quantile=0.1 + rank / 10)),
+        lambda rank: ShardedLoss(RecallAtQuantileLoss(quantile=0.1 + rank / 10, surrogate="sigmoid")),
         "quantile: 0.1 on rank 0, 0.2 on",
     ),
     "temperatures": (lambda rank: ShardedLoss(SmoothAPLoss(temperature=0.1 + rank)), "temperature: 0.1 on rank 0, 1.1"),
@@ -377,7 +379,7 @@ def test_positives_are_counted_for_a_logger(rank: int, form: str) -> None:
 @on_ranks(2)
 def test_hints_are_those_of_all_ranks(rank: int, form: str) -> None:
     """A warning that only some ranks give could stop these alone: the scores of rank 1 look like probabilities."""
-    loss = ShardedLoss(RecallAtQuantileLoss(quantile=0.005, temperature=0.1))
+    loss = ShardedLoss(RecallAtQuantileLoss(quantile=0.005, temperature=0.1, surrogate="sigmoid"))
     texts = []
     with warnings.catch_warnings(record=True) as caught, forced(form if form == "sums" else ""):
         warnings.simplefilter("always")

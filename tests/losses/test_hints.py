@@ -54,7 +54,10 @@ def texts_of(loss, steps, make_scores=draw, targets=None):
 
 
 NONE = torch.zeros(ROWS, dtype=torch.long)
-AP, RECALL = partial(SmoothAPLoss, 1, temperature=0.1), partial(RecallAtQuantileLoss, temperature=1.0, queue_size=0)
+AP, RECALL = (
+    partial(SmoothAPLoss, 1, temperature=0.1),
+    partial(RecallAtQuantileLoss, temperature=1.0, surrogate="sigmoid"),
+)
 BAND = partial(PAUCAtBudgetLoss, 1, surrogate="pairwise", queue_size=0)
 # How a loss is made and called, and a part of the fix.
 MISUSES = {
@@ -230,7 +233,7 @@ def test_a_network_before_its_training_may_score_between_0_and_1():
 
 
 def test_a_small_last_batch_does_not_warn():
-    loss = RecallAtQuantileLoss(1, quantile=0.02, temperature=1.0, queue_size=0)
+    loss = RecallAtQuantileLoss(1, quantile=0.02, temperature=1.0, surrogate="sigmoid")
     for rows in (ROWS, ROWS, 24) * 3:
         assert (
             texts_of(loss, 1, make_scores=lambda step, rows=rows: draw(step, rows=rows), targets=every(5, rows)) == []

@@ -76,7 +76,7 @@ class Limit(NamedTuple):
 LIMITS = {"smooth_ap": Limit(functools.partial(smooth_ap, temperature=SMALL), average_precision)}
 for _quantile in (0.005, 0.05, 0.3, 0.9):
     LIMITS[f"recall {_quantile}"] = Limit(
-        functools.partial(recall_at_quantile, quantile=_quantile, temperature=SMALL),
+        functools.partial(recall_at_quantile, quantile=_quantile, temperature=SMALL, surrogate="sigmoid"),
         functools.partial(recall_above, _quantile),
     )
 for _alpha, _beta in ((0.0, 0.1), (0.0, 1.0), (0.1, 0.4)):

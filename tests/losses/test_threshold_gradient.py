@@ -11,7 +11,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
-from loss_cases import POOLED, normal, step
+from loss_cases import LINEAR, POOLED, SMOOTH_RECALL, normal, step
 from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
@@ -24,8 +24,8 @@ from fullrank.losses import RankingLoss, recall_at_quantile
 
 TRAPEZOID = {"surrogate": "trapezoid"}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "recall": ("recall", {"quantile": 0.1, "temperature": 0.3}),
-    "recall linear": ("recall", {"quantile": 0.13, "temperature": 0.3, "quantile_interpolation": "linear"}),
+    "recall": ("recall", {"quantile": 0.1, "temperature": 0.3, **SMOOTH_RECALL}),
+    "recall linear": ("recall", {"quantile": 0.13, "temperature": 0.3, **LINEAR, **SMOOTH_RECALL}),
     "pauc": ("pauc", {**TRAPEZOID, "beta": 0.3, "temperature": 0.2}),
     "pauc knots": (
         "pauc",
@@ -110,12 +110,14 @@ def test_positives_without_a_live_reference_row_have_no_gradient() -> None:
 def test_an_infinite_threshold_carries_nothing() -> None:
     scores = torch.cat([torch.tensor([[math.inf], [math.inf], [1.0]]), normal(20, 1)]).double()
     targets = torch.tensor([0, 0, 1, *[0, 0, 0, 1] * 5])
-    value, gradient = step(RecallAtQuantileLoss(1, 0.01, queue_size=0, temperature=0.3), scores, targets)
+    value, gradient = step(RecallAtQuantileLoss(1, 0.01, temperature=0.3, surrogate="sigmoid"), scores, targets)
     assert float(value) == pytest.approx(1.0, abs=1e-15)
     assert not bool(gradient.any())
-    assert recall_at_quantile(scores, targets.index_fill(0, torch.tensor([0]), 1), 0.01, 0.3).isnan()  # inf - inf
+    assert recall_at_quantile(
+        scores, targets.index_fill(0, torch.tensor([0]), 1), 0.01, 0.3, surrogate="sigmoid"
+    ).isnan()  # inf - inf
     # A threshold between a finite and an infinite score is infinite.
-    linear = RecallAtQuantileLoss(1, 0.07, queue_size=0, temperature=0.3, quantile_interpolation="linear")
+    linear = RecallAtQuantileLoss(1, 0.07, temperature=0.3, quantile_interpolation="linear", surrogate="sigmoid")
     value, gradient = step(linear, scores, targets)
     assert float(value) == pytest.approx(1.0, abs=1e-15)
     assert not bool(gradient.any())
@@ -149,7 +151,7 @@ def test_a_class_that_is_not_valid_has_no_gradient(interpolation: str) -> None:
     scores[:, 2] = math.inf
     options = {"quantile_interpolation": interpolation, "multi_hot": True, "queue_size": 0}
     losses: list[RankingLoss] = [
-        RecallAtQuantileLoss(3, 0.2, temperature=0.3, **options),
+        RecallAtQuantileLoss(3, 0.2, temperature=0.3, surrogate="sigmoid", **options),
         PAUCAtBudgetLoss(3, beta=0.3, surrogate="trapezoid", validate_args=False, **options),
     ]
     for loss in losses:
@@ -192,6 +194,7 @@ def test_float32_recall(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         live, past = Rows(scores[queued:], targets[queued:]), Rows(scores[:queued], targets[:queued])
         twin = cases.leaf(live)
         given = {"quantile": 0.123, "quantile_interpolation": rule, "temperature": temperature}
+        given |= SMOOTH_RECALL
         expected = reference.recall_at_quantile(twin, past if queued else None, **given)
         (exact,) = torch.autograd.grad(expected.loss, twin.logits)
         for chunk in (TABLE["cpu"].rows_at_once, 64):

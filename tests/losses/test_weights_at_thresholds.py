@@ -8,7 +8,7 @@ import numpy
 import pytest
 import reference
 import torch
-from loss_cases import POOLED, step
+from loss_cases import LINEAR, POOLED, SMOOTH_RECALL, step
 from sklearn.metrics import recall_score, roc_curve
 from torch import Tensor
 
@@ -17,10 +17,11 @@ from fullrank.losses import RankingLoss
 Loss = tuple[str, dict[str, Any]]
 PAUC = {"beta": 0.3, "temperature": 1e-3}
 LOSSES: dict[str, Loss] = {
-    "recall": ("recall", {"quantile": 0.2, "temperature": 1e-3}),
-    "recall linear": ("recall", {"quantile": 0.2, "temperature": 0.3, "quantile_interpolation": "linear"}),
+    "recall": ("recall", {"quantile": 0.2, "temperature": 1e-3, **SMOOTH_RECALL}),
+    "recall linear": ("recall", {"quantile": 0.2, "temperature": 0.3, **LINEAR, **SMOOTH_RECALL}),
     "trapezoid": ("pauc", {**PAUC, "surrogate": "trapezoid", "n_knots": 400}),
     "pairwise": ("pauc", {**PAUC, "surrogate": "pairwise"}),
+    "recall dro": ("recall_dro", {"quantile": 0.1}),
     "dro": ("pauc", {"beta": 0.1}),
     "dro by pairs": ("pauc", {"dro_lambda": 1.7}),
 }

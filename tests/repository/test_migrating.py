@@ -96,7 +96,10 @@ def steps_of(module: Any, name: str, options: dict[str, Any], *, weighted: bool 
 
 
 PAUC = {"alpha": 0.05, "beta": 0.4, "quantile_interpolation": "linear"}
-CASES = [("SmoothAPLoss", {"temperature": 0.3}), ("RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2})]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("SmoothAPLoss", {"temperature": 0.3}),
+    ("RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2, "surrogate": "sigmoid"}),
+]
 CASES += [
     ("PAUCAtBudgetLoss", PAUC | surrogate | {"tau_scale": scale, "pos_numerator": numerator, "budget_basis": basis})
     for surrogate in ({"surrogate": "trapezoid", "n_knots": 4}, {"surrogate": "pairwise"})
