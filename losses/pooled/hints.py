@@ -17,6 +17,7 @@ _EMPTY_CALLS = 20  # calls in a row without a valid class
 _SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
 _FEW_ROWS = 16  # with fewer rows the range of the scores does not tell probabilities from logits
 _COPIED_ROWS = 16  # of one rank, and at least two calls: few rows of few values may be equal by chance
+_FEWEST = 10  # rows above a threshold: with 5 or fewer pairs in a band lost in benchmarks/own_metric.py, with 13 not
 _WIDE = 0.5  # scores in [0, 1] with a smaller range may be those of an untrained network
 _FEW_POSITIVES = 20  # with fewer, all of them may have no gradient by chance
 _NO_GRADIENT = 1e-6  # times the largest gradient of the class; a gradient up to it counts as none
@@ -59,6 +60,18 @@ class Setting(NamedTuple):
     temperature: float | None  # None if it is automatic, or if the loss has none
     small_pool: str | None  # the problem with a pool as small as this one, and the fix
     argument: str | None = None  # which argument is probably misread, and the fix
+
+
+def few_rows(argument: str, share: float, num_rows: int) -> str | None:
+    """Return the hint for a hard threshold, if the share ``argument`` of a pool is too few rows; otherwise None."""
+    if num_rows * share >= _FEWEST:
+        return None
+    return (
+        f"{argument}={share:g} is {num_rows * share:.2g} of the {num_rows} rows of the pool, and so few make a "
+        f"threshold that moves from batch to batch. Make the pool at least {_FEWEST}/{argument} = "
+        f"{_FEWEST / share:.0f} rows, by larger batches or queue_size, raise {argument}, or use surrogate='dro', "
+        "which has no threshold."
+    )
 
 
 class Hints:

@@ -12,7 +12,7 @@ from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
 from .base import PoolOptions, RankingLoss
-from .hints import Setting
+from .hints import Setting, few_rows
 from .pauc_surrogates import TEMPERATURE, PartialArea, check_used, missed_area
 from .pool import (
     PerClass,
@@ -161,7 +161,7 @@ class RecallAtQuantileLoss(RankingLoss):
     The formulas are those of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
     queue. The default, ``surrogate="dro"``, is that of :class:`PAUCAtBudgetLoss` with ``beta=quantile``.
 
-    With ``"sigmoid"`` give the pool many more rows than ``1 / quantile``, 200 by default, and add the loss to weighted
+    With ``"sigmoid"`` give the pool ``10 / quantile`` rows or more, 2,000 by default, and add the loss to weighted
     cross-entropy: on 29 tables its recall was that of cross-entropy in the sum, and lower alone (see the page about
     choosing a loss). Its threshold carries a gradient, so positives rise and the live rows near the threshold fall. A
     queue changes the threshold, not this balance: the threshold carries the slope of the live positives, and the
@@ -218,14 +218,7 @@ class RecallAtQuantileLoss(RankingLoss):
             )
         if self.surrogate == "dro":  # it has no temperature, and no threshold
             return Setting(None, None, argument)
-        small_pool = None
-        if num_rows * self.quantile < 1:
-            small_pool = (
-                f"the threshold of quantile={self.quantile:g} is the top score of a pool of {num_rows} rows, so that "
-                "hardly any positive gets a gradient. Make the pool several times 1/quantile = "
-                f"{1 / self.quantile:.0f} rows, by larger batches or queue_size, or raise quantile."
-            )
-        return setting._replace(small_pool=small_pool, argument=argument)
+        return setting._replace(small_pool=few_rows("quantile", self.quantile, num_rows), argument=argument)
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -62,8 +62,9 @@ BAND = partial(PAUCAtBudgetLoss, 1, surrogate="pairwise", queue_size=0)
 # How a loss is made and called, and a part of the fix.
 MISUSES = {
     "no positive": (partial(AP, queue_size=0), {"targets": NONE}, "BalancedBatchSampler"),
-    "small pool": (partial(RECALL, quantile=0.004), {}, "1/quantile = 250"),
-    "small band": (partial(BAND, beta=0.004), {}, "1/beta = 250"),
+    "small pool": (partial(RECALL, quantile=0.004), {}, "10/quantile = 2500"),
+    "less than ten rows": (partial(RECALL, quantile=9.9 / ROWS), {}, "10/quantile = 202"),
+    "small band": (partial(BAND, beta=0.004), {}, "10/beta = 2500"),
     "quantile of numpy": (partial(RecallAtQuantileLoss, quantile=0.95), {}, "quantile=0.05"),
     "lost positives": (partial(AP, temperature=1e-6), {}, "temperature=1e-06"),
     "probabilities": (AP, {"make_scores": lambda s: draw(s).sigmoid()}, "sigmoid"),
@@ -92,9 +93,10 @@ RIGHT_USES = {
     "queue": (AP, {}),
     "wide scores": (partial(AP, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
     "recall": (partial(RECALL, quantile=0.05, temperature=0.1), {}),
-    "recall above one row": (partial(RECALL, quantile=1 / ROWS, temperature=0.1), {}),
+    "recall above ten rows": (partial(RECALL, quantile=10 / ROWS, temperature=0.1), {}),
+    "recall dro, which has no threshold": (partial(RecallAtQuantileLoss, quantile=0.004), {}),
     "recall in half of the rows": (partial(RECALL, quantile=0.5, temperature=0.1), {}),
-    "recall with a queue": (partial(RECALL, quantile=0.004, temperature=0.1, queue_size=1024), {}),
+    "recall with a queue": (partial(RECALL, quantile=0.01, temperature=0.1, queue_size=1024), {}),
     "pauc": (partial(BAND, beta=0.05), {}),
     "pauc dro, which has no band": (partial(PAUCAtBudgetLoss, 1, beta=0.004, queue_size=0), {}),
     "two labels": (
@@ -233,7 +235,7 @@ def test_a_network_before_its_training_may_score_between_0_and_1():
 
 
 def test_a_small_last_batch_does_not_warn():
-    loss = RecallAtQuantileLoss(1, quantile=0.02, temperature=1.0, surrogate="sigmoid")
+    loss = RecallAtQuantileLoss(1, quantile=0.05, temperature=1.0, surrogate="sigmoid")
     for rows in (ROWS, ROWS, 24) * 3:
         assert (
             texts_of(loss, 1, make_scores=lambda step, rows=rows: draw(step, rows=rows), targets=every(5, rows)) == []
@@ -335,5 +337,5 @@ def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make
     monkeypatch.setattr(hints, "start_copy", lambda values: None)
     texts = texts_of(make(), 40, **steps)
     assert len(texts) == (
-        fix in ("1/quantile = 250", "1/beta = 250", "quantile=0.05", "num_classes=1")
+        fix in ("10/quantile = 2500", "10/quantile = 202", "10/beta = 2500", "quantile=0.05", "num_classes=1")
     )  # these read no value

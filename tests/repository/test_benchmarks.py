@@ -117,7 +117,9 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
     # More nodes, less error.
     "order": lambda results: all(some[0]["error"] > 1e3 * some[-1]["error"] for some in results["orders"].values()),
-    "own_metric": lambda results: len(results["pools"]) == 72 and len(results["losses"]["recall"]) in (18, 20),
+    "own_metric": lambda results: (
+        (len(results["pools"]), len(results["budgets"])) == (72, 36) and len(results["losses"]["recall"]) in (18, 20)
+    ),
     "pooling": check_pooling,
     "real": lambda results: len(results["thinned"]) == 7 and {len(one["sets"]) for one in results["binary"]} == {2},
     "retrieval": check_retrieval,
