@@ -388,7 +388,7 @@ def test_hints_are_those_of_all_ranks(rank: int, form: str) -> None:
             loss(logits.sigmoid() if rank else 5 * logits, targets)
     texts = [str(warning.message) for warning in caught]
     assert len(same(texts)) == 1
-    assert "is the top score of a pool of 80 rows" in texts[0]
+    assert "is 0.4 of the 80 rows of the pool" in texts[0]
 
 
 @pytest.mark.slow

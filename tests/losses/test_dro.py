@@ -12,7 +12,7 @@ from loss_cases import INPUTS
 from torch import Tensor
 from torch.testing import assert_close
 
-from fullrank import PAUCAtBudgetLoss
+from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss
 from fullrank.kernels import entropic_risk
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget
@@ -60,6 +60,27 @@ def test_it_is_the_default_and_solved_from_the_budget() -> None:
     given(rows.logits, rows.targets)
     assert given.current_hardness == 0.3
     assert PAUCAtBudgetLoss(1, surrogate="pairwise").current_hardness is None
+
+
+def test_recall_has_the_same_soft_maximum_without_a_mask() -> None:
+    rows = INPUTS["classes"].rows(weighted=True)
+    mask = torch.arange(len(rows.targets)) % 3 > 0
+    given = {"sample_weight": rows.sample_weight}
+    value, gradient = cases.step(RecallAtQuantileLoss(3, 0.1), rows.logits, rows.targets, iid_mask=mask, **given)
+    expected, of_rows = cases.step(PAUCAtBudgetLoss(3, beta=0.1), rows.logits, rows.targets, **given)
+    assert torch.equal(value, expected)
+    assert torch.equal(gradient, of_rows)
+    masked, _ = cases.step(PAUCAtBudgetLoss(3, beta=0.1), rows.logits, rows.targets, iid_mask=mask, **given)
+    assert not torch.equal(masked, expected)  # control
+
+
+def test_the_state_of_the_smooth_recall_can_be_loaded() -> None:
+    """Its temperature has no effect on the soft maximum."""
+    rows, smooth = INPUTS["binary"].rows(), RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid")
+    loss, fresh = RecallAtQuantileLoss(1), RecallAtQuantileLoss(1)
+    loss.load_state_dict(smooth.state_dict())
+    assert torch.equal(loss(rows.logits, rows.targets), fresh(rows.logits, rows.targets))
+    assert not torch.equal(smooth(rows.logits, rows.targets), fresh(rows.logits, rows.targets))  # control
 
 
 def test_the_share_that_counts_is_the_budget() -> None:
