@@ -75,7 +75,7 @@ def train(loss: Any, fill: str) -> None:
     _, steps, dtype = FILLS[fill]
     for index in range(steps):
         step(loss, index, dtype)
-    if hasattr(loss, "temperature"):
+    if getattr(loss, "temperature", None) is not None:  # some have none
         loss.temperature *= 0.7
 
 
