@@ -5,8 +5,9 @@ A method is named by its terms and, after a comma, by what is added: ``"weighted
 ``"pAUC dro"`` and ``"pAUC pairwise"`` are ``PAUCAtBudgetLoss`` with that surrogate, all with the budget of the metric;
 ``"pAUC dro"`` is ``RecallAtQuantileLoss`` with its default surrogate too. ``"pAUC"`` has its defaults. Weighted
 cross-entropy weighs each row by the inverse share of its class in the batches and divides by the sum of the weights, as
-``torch.nn.CrossEntropyLoss(weight=)`` does. Terms have weight 1, and losses of fullrank their defaults.
-``"hard-negative 0.2"`` is a baseline that is written out here.
+``torch.nn.CrossEntropyLoss(weight=)`` does. With ``"memory 0.9"`` the shares are those of the batches so far, each of
+which counts 0.9 of the next. Terms have weight 1, and losses of fullrank their defaults. ``"hard-negative 0.2"`` is a
+baseline that is written out here.
 ``"LibAUC AP"`` and ``"LibAUC pAUC"`` are ``APLoss`` with ``SOAP`` and ``pAUC_DRO_Loss`` with ``SOPAs`` of LibAUC 2, on
 probabilities, with its defaults and half of each batch positive, as in its examples.
 """
@@ -131,8 +132,14 @@ def build(method: str, share: float, columns: int, budget: float = BUDGET) -> Lo
     names, _, added = method.partition(", ")
     options: dict[str, Any] = {"reduction": "sum", "multi_hot": True}
 
+    memory = float(added.removeprefix("memory ")) if added.startswith("memory") else None
+    counts = torch.zeros(2, columns)  # of negatives and positives
+
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         weight = torch.where(targets == 1, 1 / share, 1 / (1 - share)) if "weighted" in names else targets * 0.0 + 1
+        if memory is not None:
+            counts.mul_(memory).add_(torch.stack([(targets == 0).sum(dim=0), (targets == 1).sum(dim=0)]))
+            weight = torch.where(targets == 1, 1 / counts[1].clamp_min(1e-9), 1 / counts[0].clamp_min(1e-9))
         each = F.binary_cross_entropy_with_logits(logits, targets.to(logits), weight, reduction="none")
         return (each.sum(dim=0) / weight.sum(dim=0)).sum()
 

@@ -120,7 +120,7 @@ class Loss:
         needs: the rows without which a class is not valid.
         of_order: only differences of scores count, in units of a temperature, and the loss is in [0, 1].
         left_out: why a family of tests cannot hold for it, by the name of the family in ``FAMILIES``, or for one of its
-            forms, by that and the name of the form.
+            forms, by that and the name of the form, ``"first"`` for one without a name.
     """
 
     name: str
@@ -515,9 +515,15 @@ ROWS = (
         "cross_entropy",
         "classes",
         losses.CrossEntropyLoss,
-        forms={"": {}, "weights": {"weight": WEIGHT, "label_smoothing": 0.1}},
+        forms={
+            "": {},
+            "weights": {"weight": WEIGHT, "label_smoothing": 0.1},
+            "balanced": {"weight": "balanced", "label_smoothing": 0.1},
+        },
         own={
-            "weight": Argument(WEIGHT.flip(0), [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0]], [WEIGHT.tolist(), 0.5]),
+            "weight": Argument(
+                WEIGHT.flip(0), [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0], "equal"], [WEIGHT.tolist(), 0.5]
+            ),
             "label_smoothing": SHARE,
             "reduction": Argument(bad=["mean_weighted"]),
         },
@@ -527,13 +533,23 @@ ROWS = (
         "binary_cross_entropy",
         "elements",
         losses.BCEWithLogitsLoss,
-        forms={"": {}, "weights": {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)}},
+        forms={
+            "": {},
+            "weights": {"weight": torch.tensor(0.7), "pos_weight": torch.tensor(3.0)},
+            "balanced": {"class_weight": "balanced"},
+        },
         own={
+            "class_weight": Argument(lambda: None, ["equal", 0.5]),
             "weight": Argument(torch.tensor(0.8), BAD_WEIGHTS, [WEIGHT.tolist(), 0.5]),
             "pos_weight": Argument(torch.tensor(2.0), [torch.tensor(-1.0)], [19.0]),
             "reduction": Argument(bad=["mean_weighted"]),
         },
-        left_out={"reference": OF_TORCH, "func": "Under torch.func the formula of torch rounds in other places."},
+        left_out={
+            "reference": OF_TORCH,
+            **dict.fromkeys(
+                ("func first", "func weights"), "Under torch.func the formula of torch rounds in other places."
+            ),
+        },
     ),
     Loss(
         "causal_lm",
@@ -618,7 +634,8 @@ def holds(family: str, name: str, sentence: str = ".") -> Iterator[None]:
     """
     assert family in FAMILIES
     loss = FORMS[name].loss if name in FORMS else None
-    if loss is None or loss.left_out.keys().isdisjoint({family, name.replace(loss.name, family).replace("_", " ", 1)}):
+    form = "" if loss is None else name.removeprefix(loss.name).removeprefix("_") or "first"
+    if loss is None or loss.left_out.keys().isdisjoint({family, f"{family} {form}"}):
         yield
         return
     with pytest.raises(Exception, match=f"(?s){sentence}|^$"):

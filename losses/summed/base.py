@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
+from ...distributed.gather import gather_agreed
 from ...distributed.global_mean import local_mean, mean_agreed, part_of_mean
-from ...distributed.header import DeviceCheck, Offer, combined, refuse_in_backward
+from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
 from ...distributed.torch_private import note_kind
 from ...errors import check_tensor, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..rows import check_device, weight_unit
+from ..rows import check_device, compute_dtype, weight_unit
 
 
 @completed()
@@ -28,12 +30,18 @@ class SummedLoss(DistributedLoss):
     Distributed: one collective forward, the header, and none backward. Logits do not travel.
     """
 
+    _is_balanced = False  # whether the classes are given equal weight, by the number of rows that each has in a call
+
     def __init__(self, reduction: str, gather_distributed: bool | None = None, **options: Unpack[GroupOptions]) -> None:
         super().__init__(gather_distributed, **options)
         self.reduction = reduction
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses and their divisor; the formula of the subclass."""
+        raise NotImplementedError
+
+    def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
+        """Return this rank's losses and masses of each class; the formula of a subclass with balanced weights."""
         raise NotImplementedError
 
     @completed(DistributedLoss)
@@ -50,6 +58,8 @@ class SummedLoss(DistributedLoss):
         if not torch.compiler.is_compiling():  # the compiler cannot trace the question
             refuse_in_backward(call)
         group = self._resolve_group()
+        if self._is_balanced:
+            return self._noted(self._balanced(group, inputs, targets, sample_weight))
         if group is None:
             return self._noted(local_loss(self.elements(inputs, targets, sample_weight), self.reduction))
         elements: list[Elements] = []  # one entry, once the checks have passed
@@ -58,10 +68,7 @@ class SummedLoss(DistributedLoss):
             if self.reduction == "sum":  # a mean is right for gathered rows too: both its sums are W times as large
                 self._check_not_gathered(group, inputs=inputs, targets=targets)
             elements.append(self.elements(inputs, targets, sample_weight))
-            dtype = str(inputs.dtype).removeprefix("torch.")
-            facts = {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2]}
-            if sample_weight is not None:
-                facts["sample_weight"] = True
+            facts = self._facts(inputs, sample_weight)
             values, divisor, unit, check = elements[0]
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)
@@ -73,12 +80,71 @@ class SummedLoss(DistributedLoss):
             return reduce_elements(elements[0], self.reduction)
         return self._noted(mean.to(elements[0].values.dtype))
 
+    def _balanced(
+        self, group: ProcessGroup | None, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None
+    ) -> Tensor:
+        """Return the mean with balanced weights, for which each rank needs the sums of each class over all ranks."""
+
+        def bring() -> Offer[Tensor]:
+            if group is not None:
+                self._check_not_gathered(group, inputs=inputs, targets=targets)
+            losses, masses, unit, check = self.class_sums(inputs, targets, sample_weight)
+            sums = torch.stack([losses.double(), masses])[None] * (1.0 if unit is None else unit.double())
+            facts = self._facts(inputs, sample_weight)
+            return Offer(sums, facts, check=check, tensors=(sums,), names=("sums of classes",))
+
+        name = type(self).__name__
+        if group is None:
+            rows = agree_on(name, None, bring).value
+        else:
+            (rows,) = gather_agreed(name, group, bring, gradient_reduction=self.gradient_reduction).tensors
+        losses, masses = rows.sum(dim=0)  # [P, K] each, the same bits on every rank
+        unit = weight_unit(masses.detach())  # no sum of weights overflows
+        losses, masses = losses / unit, masses.detach() / unit
+        present = masses > 0
+        # scikit-learn's: with it the present classes weigh the same, and the rows of a problem 1 on average.
+        weights = masses.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * masses)
+        mean = local_mean((weights.where(present, 0.0) * losses).sum(), masses.sum())
+        return mean.to(compute_dtype(inputs.dtype))
+
+    def _facts(self, inputs: Tensor, sample_weight: Tensor | None) -> dict[str, object]:
+        """Return what must be equal on every rank."""
+        dtype = str(inputs.dtype).removeprefix("torch.")
+        given = {} if sample_weight is None else {"sample_weight": True}
+        return {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], **given}
+
     def _noted(self, loss: Tensor) -> Tensor:
         """Return ``loss``, marked as a mean if it is one."""
         return note_kind(loss) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
+
+
+class ClassSums(NamedTuple):
+    """What the elements of each of K classes add up to, in each of P problems. Both sums are in units of ``unit``."""
+
+    losses: Tensor  # [P, K], compute dtype
+    masses: Tensor  # [P, K] number of elements, or their weights
+    unit: Tensor | None  # scalar, the weights were divided by it; None for 1
+    check: DeviceCheck | None  # checks of values that have not been read
+
+    @staticmethod
+    def of(
+        losses: Tensor,
+        shares: Tensor,
+        weight_with_check: tuple[Tensor, DeviceCheck | None] | None,
+        checks: list[DeviceCheck],
+    ) -> ClassSums:
+        """Return the sums of (N, P, K, M) losses and shares of elements in classes; weights (N, P or 1, M)."""
+        unit = None
+        if weight_with_check is not None:
+            weight, check = weight_with_check
+            checks = checks if check is None else [*checks, check]
+            unit = weight_unit(weight)
+            weight = (weight / unit).to(losses.dtype).unsqueeze(2)
+            losses, shares = losses * weight, shares * weight
+        return ClassSums(losses.sum(dim=(0, 3)), shares.sum(dim=(0, 3), dtype=torch.float64), unit, combined(checks))
 
 
 class Elements(NamedTuple):

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ...distributed.header import DeviceCheck
 from ...errors import check_between, check_choice, check_int, check_tensor, expected
 from ...kernels.torch_private import version_of
 from ..arguments import completed
 from ..base import GroupOptions
 from ..rows import compute_dtype, has_values
-from .base import Elements, SummedLoss, check_inputs
+from .base import ClassSums, Elements, SummedLoss, check_inputs
 from .sigmoid_focal import expanded_weight, soft_target_check, targets_as
 from .softmax_focal import check_classes, check_element_weight
 
@@ -32,7 +33,19 @@ class TorchLikeLoss(SummedLoss):
     Distributed:
         One collective forward, the header, and none backward. Logits do not travel. The loss of torch averages on each
         rank, which under data parallelism is a different loss: a row on a rank with few valid rows counts more.
+
+        Balanced weights count the elements of all ranks: the sums of each class travel behind the header. Each call has
+        weights of its own, so let :func:`~fullrank.pooled_backward` call the loss once for all micro-batches.
     """
+
+    def _balance(self, name: str, value: str) -> None:
+        """Set the argument ``name``, and let the weights of the classes follow from their counts."""
+        check_choice(name, value, ("balanced",))
+        if self.reduction != "mean":
+            fix = "The weights, and with them the divisor of a sum, change from call to call."
+            raise ValueError(expected("reduction", "'mean' with balanced weights", self.reduction, fix))
+        setattr(self, name, value)
+        self._is_balanced = True
 
     def _register_weights(self, **weights: Tensor | None) -> None:
         for name, weight in weights.items():
@@ -73,6 +86,8 @@ class CrossEntropyLoss(TorchLikeLoss):
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
+            ``"balanced"``: those of scikit-learn for the elements of this call, of all ranks, so that each class
+            that is present weighs the same. With probabilities a class has the sum of its column.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted. With
             probabilities it must be negative, as in torch.
         reduction: ``"mean"`` divides by the sum of the weights of the target classes over all ranks, ``"sum"`` over all
@@ -84,7 +99,9 @@ class CrossEntropyLoss(TorchLikeLoss):
         ``sample_weight`` of the forward (N, *), with which the counts become sums of weights. N may differ between
         ranks and may be 0. Output scalar, or (N, *) with ``reduction="none"``.
 
-    Degenerate: no valid element on any rank gives 0 with zero gradients, and so do weights that are all 0.
+    Degenerate:
+        No valid element on any rank gives 0 with zero gradients, and so do weights that are all 0. With balanced
+        weights a class without an element has weight 0, and the others are balanced without it.
 
     Example:
         >>> import torch
@@ -92,12 +109,12 @@ class CrossEntropyLoss(TorchLikeLoss):
         tensor(1.3863)
     """
 
-    weight: Tensor | None
+    weight: Tensor | str | None
     _shown = "weight", "ignore_index", "reduction", "label_smoothing"
 
     def __init__(
         self,
-        weight: Tensor | None = None,
+        weight: Tensor | Literal["balanced"] | None = None,
         ignore_index: int = -100,
         reduction: TorchReduction = "mean",
         label_smoothing: float = 0.0,
@@ -109,28 +126,20 @@ class CrossEntropyLoss(TorchLikeLoss):
         super().__init__(reduction, gather_distributed, **options)
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.label_smoothing = check_between("label_smoothing", label_smoothing, 0, 1)
+        if isinstance(weight, str):
+            self._balance("weight", weight)
+            return
         self._register_weights(weight=weight)
         if weight is not None and weight.ndim != 1:
             raise ValueError(expected("weight", "shape (C,), one weight per class", weight))
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""
-        check_inputs(inputs, targets)
-        x, shape = inputs.to(compute_dtype(inputs.dtype)), (*inputs.shape[:1], *inputs.shape[2:])
-        if targets.shape == inputs.shape and inputs.shape[1:2] > (1,):
-            if not targets.is_floating_point():
-                fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
-                raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
-            checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
-            y, weight, counted = targets.to(x.dtype), self._weights_of(x), None
-        else:
-            y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
-            if valid is not None:
-                # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
-                x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
-            weight, counted = self._weights_of(x), valid
-            if weight is not None:
-                counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
+        x, y, valid, checks = self._checked(inputs, targets)
+        shape = (*x.shape[:1], *x.shape[2:])
+        weight, counted = self._weights_of(x), valid
+        if weight is not None and not y.is_floating_point():
+            counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
         weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
         # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
         reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
@@ -139,9 +148,45 @@ class CrossEntropyLoss(TorchLikeLoss):
         )
         return Elements.of(values, math.prod(shape), counted, weight_with_check, self.reduction == "mean", checks)
 
+    def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
+        """Return this rank's losses and masses of each class, of one problem."""
+        x, y, valid, checks = self._checked(inputs, targets)
+        num_rows, num_classes, rest = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+        shape, present = (num_rows, *x.shape[2:]), torch.ones((), dtype=x.dtype, device=x.device)
+        shares = y
+        if not y.is_floating_point():
+            if valid is not None:
+                y, present = y.where(valid, 0), valid.to(x.dtype).unsqueeze(1)
+            shares = torch.zeros_like(x).scatter_(1, y.unsqueeze(1), present.expand(num_rows, 1, *x.shape[2:]))
+        smoothed = torch.lerp(shares, present / num_classes, self.label_smoothing)
+        # Where the share is 0 the logarithm may be infinite.
+        losses = torch.where(smoothed > 0, -smoothed * F.log_softmax(x, dim=1), 0.0)
+        weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
+        if weight_with_check is not None:
+            weight_with_check = weight_with_check[0].reshape(num_rows, 1, rest), weight_with_check[1]
+        rows = num_rows, 1, num_classes, rest
+        return ClassSums.of(losses.reshape(rows), shares.reshape(rows), weight_with_check, checks)
+
+    def _checked(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[DeviceCheck]]:
+        """Return the logits, the classes (N, *) or probabilities, which of them are not ignored, and the checks."""
+        check_inputs(inputs, targets)
+        x = inputs.to(compute_dtype(inputs.dtype))
+        if targets.shape == inputs.shape and inputs.shape[1:2] > (1,):
+            if not targets.is_floating_point():
+                fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
+                raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
+            checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
+            return x, targets.to(x.dtype), None, checks
+        y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
+        if valid is not None:
+            # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
+            x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
+        return x, y, valid, checks
+
     def _weights_of(self, x: Tensor) -> Tensor | None:
         if self.weight is None:
             return None
+        assert isinstance(self.weight, Tensor)
         if self.weight.shape != x.shape[1:2]:
             raise ValueError(expected("weight", f"shape ({x.shape[1]},), one weight per class", self.weight))
         return self.weight.detach().to(x)
@@ -164,13 +209,18 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             None for all 1. With the number of negatives over that of positives both weigh the same. A buffer.
         reduction: ``"mean"`` over the elements of all ranks, whose weights are not in the divisor, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
+        class_weight: ``"balanced"``: the weights of scikit-learn for the elements of this call, of all ranks, so that
+            positives and negatives weigh the same; divided by the sum of the weights. Inputs (N, C, *) have C problems,
+            which are balanced one by one. Not next to ``weight`` or ``pos_weight``.
 
     Shape:
         inputs of any shape; targets the same, numbers in [0, 1], where one of (N,) and (N, 1) may stand for the other;
         ``sample_weight`` of the forward has dim 0 of the inputs, and ``"mean"`` then divides by the sum of it. N may
         differ between ranks and may be 0. Output scalar, or the shape of inputs with ``reduction="none"``.
 
-    Degenerate: no element on any rank gives 0 with zero gradients, where torch gives NaN.
+    Degenerate:
+        No element on any rank gives 0 with zero gradients, where torch gives NaN. With balanced weights all rows weigh
+        1 where there is no positive.
 
     Example:
         >>> import torch
@@ -180,7 +230,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     weight: Tensor | None
     pos_weight: Tensor | None
-    _shown = "weight", "pos_weight", "reduction"
+    _shown = "weight", "pos_weight", "reduction", "class_weight"
 
     def __init__(
         self,
@@ -188,12 +238,19 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         pos_weight: Tensor | None = None,
         reduction: TorchReduction = "mean",
         *,
+        class_weight: Literal["balanced"] | None = None,
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         check_choice("reduction", reduction, REDUCTIONS)
         super().__init__(reduction, gather_distributed, **options)
         self._register_weights(weight=weight, pos_weight=pos_weight)
+        self.class_weight = class_weight
+        if class_weight is not None:
+            if weight is not None or pos_weight is not None:
+                fix = "Pass weights of the rows as sample_weight."
+                raise ValueError(expected("class_weight", "None next to weight or pos_weight", class_weight, fix))
+            self._balance("class_weight", class_weight)
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""
@@ -208,6 +265,23 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
         )
         return Elements.of(values, x.numel(), None, weight_with_check, self.reduction == "mean", checks)
+
+    def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
+        """Return this rank's losses and masses of negatives and positives, of each problem."""
+        targets = targets_as(inputs, targets)
+        checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
+        weight_with_check = expanded_weight(sample_weight, inputs, compute_dtype(inputs.dtype), self.validate_args)
+        num_rows, num_problems = (*inputs.shape, 1, 1)[:2]
+        shape = num_rows, num_problems, math.prod(inputs.shape[2:])
+        x = inputs.to(compute_dtype(inputs.dtype)).reshape(shape)
+        y = targets.to(x.dtype).reshape(shape)
+        shares = torch.stack([1 - y, y], dim=2)
+        logarithms = torch.stack([F.logsigmoid(-x), F.logsigmoid(x)], dim=2)
+        # Where the share is 0 the logarithm may be infinite.
+        losses = torch.where(shares > 0, -shares * logarithms, 0.0)
+        if weight_with_check is not None:
+            weight_with_check = weight_with_check[0].reshape(shape), weight_with_check[1]
+        return ClassSums.of(losses, shares, weight_with_check, checks)
 
     def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
         weight: Tensor | None = getattr(self, name)

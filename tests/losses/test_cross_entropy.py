@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import IGNORED, normal
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -91,6 +92,77 @@ def test_controls_other_means_are_seen() -> None:
         assert abs(wrong - ours) > 1e-2
     with pytest.raises(AssertionError):
         assert_as_torch(CrossEntropyLoss(weight), nn.CrossEntropyLoss(weight.sqrt()), logits, targets)
+
+
+def balanced(targets: Tensor, num_classes: int, given: Tensor | None = None) -> Tensor:
+    """Return scikit-learn's weights of the classes; a class without an element has weight 0."""
+    present = targets.unique()
+    found = compute_class_weight("balanced", classes=present.numpy(), y=targets.numpy(), sample_weight=given)
+    return torch.zeros(num_classes, dtype=torch.float64).index_copy(0, present, torch.from_numpy(found))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("case", ["all", "ignored", "unseen", "one class", "weighted", "pixels"])
+def test_balanced_classes_have_the_weights_of_scikit_learn(case: str, smoothing: float) -> None:
+    shape = (6, 4, 5, 2) if case == "pixels" else (61, 4)
+    logits, targets = normal(*shape), classes(shape) if case in ("ignored", "pixels") else classes(shape, 0)
+    if case in ("unseen", "one class"):
+        targets = targets.clamp_max(1 if case == "unseen" else 0)
+    given = normal(*targets.shape, seed=6).abs() if case == "weighted" else torch.ones(targets.shape).double()
+    valid = targets != IGNORED
+    weight = balanced(targets[valid], 4, given[valid] if case == "weighted" else None)
+    options: dict[str, Any] = {"label_smoothing": smoothing, "ignore_index": IGNORED}
+    elements = nn.CrossEntropyLoss(weight, reduction="none", **options)(logits, targets)
+    expected = (elements * given).sum() / (weight[targets.clamp_min(0)] * given * valid).sum()
+    weights = given if case == "weighted" else None
+    found = CrossEntropyLoss("balanced", **options)(logits, targets, sample_weight=weights)
+    assert_close(found, expected, rtol=1e-13, atol=0.0)
+    plain = CrossEntropyLoss(**options)(logits, targets, sample_weight=weights)
+    # The control. Smoothing puts a share on classes without an element too, whose weight is 0.
+    assert (abs(plain - expected) > 1e-3) == (case != "one class" or smoothing > 0)
+
+
+@pytest.mark.parametrize("shape", [(61,), (61, 1), (61, 3), (9, 3, 5)])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_balanced_positives_have_the_weights_of_scikit_learn(shape: tuple[int, ...], weighted: bool) -> None:
+    """Column by column; the last of several has no positive. The control: no weights."""
+    logits, targets = normal(*shape), (normal(*shape, seed=3) > 0.8).long()
+    if shape[1:2] > (1,):
+        targets[:, -1] = 0
+    given = normal(shape[0], seed=6).abs() if weighted else None
+    rows = (torch.ones(shape[0]).double() if given is None else given).reshape(-1, *[1] * (len(shape) - 1))
+    rows, weight = rows.expand(shape), torch.zeros(shape).double()
+    for column in range(shape[1]) if len(shape) > 1 else (slice(None),):
+        own = (slice(None), column) if len(shape) > 1 else column
+        of_column = rows[own].flatten() if weighted else None
+        weight[own] = balanced(targets[own].flatten(), 2, of_column)[targets[own]] * rows[own]
+    elements = nn.BCEWithLogitsLoss(reduction="none")(logits, targets.double())
+    expected = (weight * elements).sum() / weight.sum()
+    found = BCEWithLogitsLoss(class_weight="balanced")(logits, targets, sample_weight=given)
+    assert_close(found, expected, rtol=1e-13, atol=0.0)
+    assert abs(BCEWithLogitsLoss()(logits, targets, sample_weight=given) - expected) > 1e-3
+
+
+def test_probabilities_are_balanced_by_their_sums() -> None:
+    """Each element of a column is a row of its own, with the probability for a weight."""
+    logits, shares = normal(37, 4), normal(37, 4, seed=3).softmax(dim=1)
+    found = CrossEntropyLoss("balanced")(logits, shares)
+    rows, given = logits.repeat_interleave(4, dim=0), shares.flatten()
+    expected = CrossEntropyLoss("balanced")(rows, torch.arange(4).repeat(37), sample_weight=given)
+    assert_close(found, expected, rtol=1e-13, atol=0.0)
+    binary = BCEWithLogitsLoss(class_weight="balanced")
+    doubled = torch.cat([logits, logits]), torch.tensor([1, 0]).repeat_interleave(37)[:, None].expand(-1, 4)
+    weights = torch.cat([shares, 1 - shares])
+    assert_close(binary(logits, shares), binary(*doubled, sample_weight=weights), rtol=1e-13, atol=0.0)
+
+
+def test_what_does_not_go_with_balanced_weights() -> None:
+    for reduction in ("sum", "none"):
+        with pytest.raises(ValueError, match="reduction: expected 'mean' with balanced weights"):
+            CrossEntropyLoss("balanced", reduction=reduction)
+    for name in ("weight", "pos_weight"):
+        with pytest.raises(ValueError, match="class_weight: expected None next to weight or pos_weight"):
+            BCEWithLogitsLoss(**{name: torch.ones(())}, class_weight="balanced")
 
 
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
