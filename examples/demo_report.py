@@ -152,7 +152,7 @@ def judged(gain: Interval) -> str:
 
 def print_pools(scores: Mapping[str, Sequence[float]]) -> None:
     """Print the mean average precision of both pools, own rows first, and the difference."""
-    print(f"\nMean average precision of the other files, {count(len(scores['own rows']), 'seed')}, 95 % interval\n")
+    print(f"\nMean average precision of other images, {count(len(scores['own rows']), 'seed')}, 95 % interval\n")
     for label, values in scores.items():
         print(f"  {label:<28}{np.mean(values):.3f}")
     print(f"  {'difference':<28}{judged(paired(scores['all rows'], scores['own rows']))}")
@@ -210,7 +210,7 @@ def plot(scores: Mapping[str, Sequence[float]], runs: Mapping[str, Sequence[Run]
         mean, width = Interval.of(gains)
         _draw_row(axes[0, 0], 0, gains, (mean, mean - width, mean + width), BLUE)
         axes[0, 0].axvline(0, color=MUTED, linewidth=1.2)
-        axes[0, 0].set(ylim=(0.5, -0.5), yticks=[], title="Functions of one file: all rows minus own")
+        axes[0, 0].set(ylim=(0.5, -0.5), yticks=[], title="Images of one letter: all rows minus own")
         axes[0, 0].set(xlabel="mean average precision: seeds, mean, 95 % interval")
         _draw_training(axes[1, 0], runs)
         axes[1, 0].set_title(f"Letter {letter}: {claim}")

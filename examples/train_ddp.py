@@ -3,7 +3,7 @@
 Two processes:  torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 One process:    python examples/train_ddp.py --seeds 1 --steps 20
 
-To use the recipe in your own training, copy `WeightedPlusRanking`. DDP wraps the model with its default settings, and
+The recipe for your own training is the sum in `build_loss`. DDP wraps the model with its default settings, and
 the batches of the processes may differ in size.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from demo_data import Rows, UnevenShards, make_rows, own_share, world_size
-from demo_functions import STEPS, compare_pools
+from demo_letters import STEPS, compare_pools
 from demo_proof import print_proof, prove
 from demo_report import STYLES, Figures, Progress, Run, count, exact_figures, plot, print_table, print_verdict
 from sklearn.metrics import average_precision_score
@@ -31,6 +31,7 @@ from torchmetrics.classification import BinaryAveragePrecision
 
 from fullrank import (
     BCEWithLogitsLoss,
+    CombinedLoss,
     PAUCAtBudgetLoss,
     RecallAtQuantileLoss,
     SigmoidFocalLoss,
@@ -45,44 +46,16 @@ PROOF_ROWS = 1_000
 DEFAULT = ["cross_entropy", "weighted", "sum"]  # of the losses to compare
 
 
-class WeightedPlusRanking(nn.Module):
-    """Weighted cross-entropy plus Smooth-AP. The second term is the line that the recipe adds."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.weighted = weighted_cross_entropy(share)
-        self.ranking = SmoothAPLoss(num_classes=1)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.weighted(logits, targets) + self.ranking(logits, targets)
-
-
-class PerRow(nn.Module):
-    """Calls a sigmoid loss, whose targets have the shape of the logits, (N, 1)."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(logits, targets.unsqueeze(1))
-
-
-def weighted_cross_entropy(share: float) -> nn.Module:
-    """Return cross-entropy in which the positives, a ``share`` of the rows, weigh as much as the negatives."""
-    return PerRow(SigmoidFocalLoss(alpha=1 - share, gamma=0, reduction="mean_weighted"))
-
-
-def build_loss(name: str, share: float) -> nn.Module:
-    """Return the loss called ``name``, with its defaults, for a ``share`` of positives in the training rows."""
+def build_loss(name: str) -> nn.Module:
+    """Return the loss called ``name``, with its defaults."""
     if name == "cross_entropy":
         return BCEWithLogitsLoss()
     if name == "weighted":
-        return weighted_cross_entropy(share)
+        return BCEWithLogitsLoss(class_weight="balanced")
     if name == "smooth_ap":
         return SmoothAPLoss(num_classes=1)
-    if name == "sum":
-        return WeightedPlusRanking(share)
+    if name == "sum":  # the recipe: one term is added
+        return CombinedLoss({"weighted": build_loss("weighted"), "ranking": build_loss("smooth_ap")})
     raise ValueError(f"name: expected one of {list(STYLES)}, got {name!r}")
 
 
@@ -90,10 +63,10 @@ def proof_losses(share: float, queue_size: int) -> dict[str, nn.Module]:
     """Return the losses of the proof by label: every kind of loss, the ranking losses with a queue."""
     queue = {"num_classes": 1, "queue_size": queue_size}
     return {
-        "cross-entropy": build_loss("cross_entropy", share),
-        "weighted cross-entropy": build_loss("weighted", share),
-        "weighted CE + SmoothAP": build_loss("sum", share),
-        "focal": PerRow(SigmoidFocalLoss()),
+        "cross-entropy": build_loss("cross_entropy"),
+        "weighted cross-entropy": build_loss("weighted"),
+        "weighted CE + SmoothAP": build_loss("sum"),
+        "focal": SigmoidFocalLoss(),
         "SmoothAP, queue": SmoothAPLoss(**queue),
         "RecallAtQuantile, queue": RecallAtQuantileLoss(quantile=share, surrogate="sigmoid", **queue),
         "PAUCAtBudget, queue": PAUCAtBudgetLoss(beta=share, **queue),
@@ -166,9 +139,8 @@ def our_figures(logits: Tensor, targets: Tensor, share: float) -> Figures:
 def run(name: str, seed: int, options: argparse.Namespace, evaluated: Callable[[], None]) -> Run:
     """Train with one loss and one seed, and evaluate. The seed draws the rows, the model and the batches."""
     train_rows, test_rows = make_rows(options.letter, seed)
-    share = float(train_rows.targets.double().mean())
     model = wrap(build_model(seed))
-    curve = train(model, build_loss(name, share), (train_rows, test_rows), options, seed, evaluated)
+    curve = train(model, build_loss(name), (train_rows, test_rows), options, seed, evaluated)
     logits, targets = score(model, test_rows), test_rows.targets.numpy()
     ours = our_figures(logits, test_rows.targets[own_share(len(targets))], options.budget)
     scores = together(logits)
@@ -184,8 +156,8 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=DEFAULT, help="which to compare")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds for the letter")
-    parser.add_argument("--steps", type=int, default=1400, help="optimizer steps for the letter")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds for the letter")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps for the letter")
     parser.add_argument("--batch-size", type=int, default=256, help="rows per process and step, on average")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of Adam, for all losses")
     parser.add_argument("--letter", default="H", metavar="A..Z", help="the positive letter")

@@ -99,14 +99,14 @@ def test_the_verdict_follows_the_figures(tmp_path: Path) -> None:
 
 
 def test_the_recipe_is_the_sum_of_its_two_losses() -> None:
-    """What the docstring says to copy: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
+    """What the docstring points to: weighted cross-entropy, divided by the sum of the weights, plus Smooth-AP."""
     demo, generator = module("train_ddp"), torch.Generator().manual_seed(0)
     logits, targets = torch.randn(40, 1, generator=generator), (torch.arange(40) % 10 == 0).long()
     weights = torch.where(targets == 1, 0.9, 0.1)
     each = torch.nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float(), reduction="none")
     weighted = (each * weights).sum() / weights.sum()
     ranking = demo.SmoothAPLoss(num_classes=1, queue_size=0)(logits, targets)
-    recipe = demo.WeightedPlusRanking(0.1)(logits, targets)
+    recipe = demo.build_loss("sum")(logits, targets)
     torch.testing.assert_close(recipe, weighted + ranking, rtol=1e-6, atol=0)
     assert abs(float(recipe - weighted)) > 1e-3
 
