@@ -72,10 +72,10 @@ KINDS = {"pooled": "a position or a threshold needs every row", "summed": "a sum
 CELLS = {  # kind of loss, how the batch is spread
     ("pooled", "across processes"): (
         "Gather the rows",
-        ["gather_rows", "all_gather_with_grad", "MemoryQueue: past rows"],
+        ["SmoothAPLoss, InfoNCELoss, ...", "gather_rows, all_gather_with_grad", "MemoryQueue: past rows"],
     ),
     ("pooled", "across micro-batches"): ("Score, one loss, replay", ["pooled_backward"]),
-    ("summed", "across processes"): ("Reduce two numbers", ["global_mean"]),
+    ("summed", "across processes"): ("Reduce two numbers", ["BCEWithLogitsLoss, ...", "global_mean"]),
     ("summed", "across micro-batches"): (
         "One count per window",
         ["windows, count_valid_tokens", "accumulate", "DeferredMean"],

@@ -29,6 +29,11 @@ FINE, P, Q = 16, 4, 14
 TARGET = "#b9d5ea"
 LEVELS = {"rows": 0.0, "fine": 1.0, "coarse": 2.0}
 
+SCORES, TARGETS = np.array([0.6, 0.5, 0.2, 0.1]), np.array([0, 1, 0, 1])  # the first rows of the tutorial
+MOVED = 1  # the positive whose rank is drawn
+WIDTHS = ((0.04, BLUE, "-"), (0.15, ORANGE, "--"))  # temperatures; the first is the default there
+POSITIVES = (2, 3, 4, 9)  # the places among sixteen rows with falling scores, which four processes hold in turn
+
 GRADIENTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gradient_scale.json"
 WAYS = (("fullrank", "right: fullrank", BLUE), ("no_gather", "own rows", ORANGE), ("swapped", "usual gather", GREEN))
 
@@ -106,6 +111,68 @@ def draw(path: Path) -> None:
         save(figure, path)
 
 
+def soft_steps(differences: np.ndarray, width: float) -> np.ndarray:
+    """Return what rows add to a rank; with a width of 0, whether they are above."""
+    return (differences > 0) * 1.0 if width == 0 else 1 / (1 + np.exp(-differences / width))
+
+
+def precision(scores: np.ndarray, targets: np.ndarray, width: float = 0.0) -> float:
+    """Return average precision, with a width that of soft ranks."""
+    above = soft_steps(scores[None, :] - scores[:, None], width) * (1 - np.eye(len(scores)))
+    shares = (1 + above @ targets) / (1 + above.sum(axis=1))
+    return float(shares[targets == 1].mean())
+
+
+def draw_soft_rank(axes: Axes) -> None:
+    """Draw what the other rows add to the rank of one positive."""
+    x, others = np.linspace(0, 0.75, 400), np.delete(SCORES, MOVED)
+    for width, colour, style in WIDTHS:
+        added = soft_steps(others - SCORES[MOVED], width)
+        label = f"temperature {width:g}: rank 1 + {added.sum():.2f}"
+        axes.plot(x, soft_steps(x - SCORES[MOVED], width), style, color=colour, label=label)
+        axes.plot(others, added, "o", color=colour)
+    axes.axvline(SCORES[MOVED], color=MUTED, linewidth=1)
+    axes.text(SCORES[MOVED] - 0.01, 0.93, "the positive", ha="right", va="center", color=MUTED)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.85))
+    axes.set(xlim=(0, 0.75), ylim=(-0.05, 1.05), xlabel="score of another row", title="What a row adds to a rank")
+
+
+def draw_smoothed(axes: Axes) -> None:
+    """Draw the loss as the score of the positive changes."""
+    x = np.linspace(0, 0.75, 400)
+    for width, colour, style in ((0.0, INK, "-"), *WIDTHS):
+        losses = [1 - precision(np.where(np.arange(4) == MOVED, one, SCORES), TARGETS, width) for one in x]
+        line = {"drawstyle": "steps-mid", "linewidth": 1} if width == 0 else {"linestyle": style}
+        axes.plot(x, losses, color=colour, label=f"temperature {width:g}" if width else "1 - AP", **line)
+    axes.legend(frameon=False, loc="lower left")
+    axes.set(xlim=(0, 0.75), ylim=(0, 0.8), xlabel="score of the positive", title="Its loss: steps have no slope")
+
+
+def draw_pools(axes: Axes) -> None:
+    """Draw the rows of four processes in the order of their scores, each process alone and all together."""
+    places = np.arange(16)
+    targets = np.isin(places, POSITIVES) * 1
+    groups = [(f"process {process}", places % 4 == process) for process in range(4)] + [("all rows", places >= 0)]
+    for line, (_, mask) in enumerate(groups):
+        for place in places[mask]:
+            kind = {"color": ORANGE} if targets[place] else {"markerfacecolor": "none", "markeredgecolor": MUTED}
+            axes.plot(place, line, "o", markersize=8, **kind)
+        axes.text(16.2, line, f"AP {precision(-places[mask] * 1.0, targets[mask]):.2f}", va="center")
+    axes.set(ylim=(4.6, -0.6), xlim=(-0.6, 18.6), xticks=[], title="Own rows, or the rows of all processes")
+    axes.set_yticks(range(5), [name for name, _ in groups])
+    axes.set_xlabel("rows by falling score; filled: positives")
+    axes.grid(axis="x", visible=False)
+
+
+def draw_smooth_ap(path: Path) -> None:
+    """Draw smooth-ap.svg: a soft rank, the loss that it makes, and what pooling changes."""
+    with panels_of(3, 7.2) as (figure, panels):
+        draw_soft_rank(panels[0, 0])
+        draw_smoothed(panels[1, 0])
+        draw_pools(panels[2, 0])
+        save(figure, path)
+
+
 def draw_gradients(path: Path) -> None:
     """Draw gradient.svg: each gradient by its part along that of one process, and its part across it."""
     records = json.loads(GRADIENTS.read_text("utf-8"))["gradient_scale"]
@@ -134,6 +201,7 @@ def main() -> None:
     out = parser.parse_args().out
     draw(out / "linear-time.svg")
     draw_gradients(out / "gradient.svg")
+    draw_smooth_ap(out / "smooth-ap.svg")
 
 
 if __name__ == "__main__":

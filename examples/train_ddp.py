@@ -156,8 +156,8 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--losses", nargs="+", choices=list(STYLES), default=DEFAULT, help="which to compare")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds for the letter")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps for the letter")
+    parser.add_argument("--seeds", type=int, default=6, help="number of seeds for the letter")
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps for the letter")
     parser.add_argument("--batch-size", type=int, default=256, help="rows per process and step, on average")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of Adam, for all losses")
     parser.add_argument("--letter", default="H", metavar="A..Z", help="the positive letter")

@@ -46,6 +46,11 @@ def on_config(config: Any) -> Any:
     """Let mkdocstrings read this checkout, whether it is installed or not."""
     package_folder(Path(_package.name))
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [_package.name]
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    (version,) = re.findall(r'^__version__ = "(.*)"$', (ROOT / "__init__.py").read_text("utf-8"), re.MULTILINE)
+    # In the footer: next to a `repo_url` the theme asks a server how many stars there are.
+    config.copyright = f'fullrank {version}, <a href="{settings["metadata"]["url"]}">repository</a>'
     return config
 
 
@@ -57,7 +62,9 @@ OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w/.-]+\.(?:py|ipynb|png|svg))\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files outside docs/ that pages link to."""
+    """Add the changelog, and the files outside docs/ that pages link to."""
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
     for page in [file for file in files if file.is_documentation_page()]:
         for _, target in OUTSIDE.findall(page.content_string):
             source = ROOT / target
@@ -102,8 +109,13 @@ def notebook_page(source: Path, files: Files, config: Any) -> str:
     return "\n\n".join(parts)
 
 
+# What readers search for, and the page that should come first. The search counts tags more than titles.
+TAGS = {"choosing.md": ["AUC", "imbalance", "imbalanced", "class_weight"], "contrastive.md": ["CLIP", "triplet"]}
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to files outside docs/ to their copies in the site."""
+    """Point links to files outside docs/ to their copies in the site, and tag the page."""
+    page.meta.setdefault("tags", TAGS.get(page.file.src_uri, []))
 
     def replace(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), found[1], found[2]))
@@ -184,10 +196,10 @@ def diagram(found: re.Match[str], page: Any) -> str:
     if "fr-diagram" in text:
         narrow = path.with_stem(f"{path.stem}-narrow")
         if not narrow.is_file():
-            return f'<div class="diagram">{sized(text)}</div>'
-        phone = f'<div class="diagram on-phone">{sized(narrow.read_text("utf-8"))}</div>'
-        return f'<div class="diagram not-on-phone">{sized(text)}</div>\n{phone}'
-    return f'<div class="figure">{themed(text, path.stem, html.unescape(found[1]))}</div>'
+            return f'<div class="diagram" data-search-exclude>{sized(text)}</div>'
+        phone = f'<div class="diagram on-phone" data-search-exclude>{sized(narrow.read_text("utf-8"))}</div>'
+        return f'<div class="diagram not-on-phone" data-search-exclude>{sized(text)}</div>\n{phone}'
+    return f'<div class="figure" data-search-exclude>{themed(text, path.stem, html.unescape(found[1]))}</div>'
 
 
 def sized(text: str) -> str:
