@@ -1,4 +1,6 @@
-"""Run the notebook of examples/ from top to bottom and store what it prints and draws: python docs/make_notebook.py.
+"""Run notebooks from top to bottom and store what they print and draw: python docs/make_notebook.py [NAME ...].
+
+Without a name, all of examples/.
 
 No Jupyter is needed. Pictures are stored as SVG, so that the page of the site gives them its own colours.
 """
@@ -9,6 +11,7 @@ import contextlib
 import io
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from figures import RC
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "fraud.ipynb"
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
 def code_cells(notebook: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -61,8 +64,9 @@ def picture() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    content = json.loads(NOTEBOOK.read_text("utf-8"))
-    with plt.rc_context(RC):
-        run(content)
-    NOTEBOOK.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"{NOTEBOOK.name}: {NOTEBOOK.stat().st_size / 1024:.0f} kB")
+    for path in [FOLDER / f"{name}.ipynb" for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
+        content, start = json.loads(path.read_text("utf-8")), time.perf_counter()
+        with plt.rc_context(RC):
+            run(content)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"{path.name}: {path.stat().st_size / 1024:.0f} kB, {time.perf_counter() - start:.0f} s")
