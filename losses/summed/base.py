@@ -105,7 +105,8 @@ class SummedLoss(DistributedLoss):
         # scikit-learn's: with it the present classes weigh the same, and the rows of a problem 1 on average.
         weights = masses.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * masses)
         mean = local_mean((weights.where(present, 0.0) * losses).sum(), masses.sum())
-        return mean.to(compute_dtype(inputs.dtype))
+        mean = mean.to(compute_dtype(inputs.dtype))
+        return mean if group is None else note_kind(mean, over_ranks=True)
 
     def _facts(self, inputs: Tensor, sample_weight: Tensor | None) -> dict[str, object]:
         """Return what must be equal on every rank."""

@@ -104,7 +104,8 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
         "expected the sum over this rank's terms, got a loss over the rows of all ranks. Set gather_distributed=False"
     )
     refused = (total, None), (mean, len(rows)), (mean, None), (both, len(rows)), (both, None), (ranked, None)
-    refused += ((sharded, None),)
+    balanced = fullrank.BCEWithLogitsLoss(class_weight="balanced")
+    refused += (sharded, None), (balanced, len(rows)), (balanced, None)
     for loss, num_items in refused:
 
         def window(loss: Callable[[Tensor, Tensor], Tensor] = loss, num_items: int | None = num_items) -> None:
