@@ -160,7 +160,8 @@ def test_another_argument_on_one_rank_is_named(rank: int, name: str, argument: s
     for odd_rank in range(2):
         arguments = form.given(num_classes=2)
         if rank == odd_rank:
-            arguments[argument] = form.loss.argument(argument).other
+            other = form.loss.argument(argument).other
+            arguments[argument] = other() if callable(other) else other
         rows, targets = normal(4, arguments.get("num_classes", form.columns)), torch.tensor([0, 1, 0, 1])
         if arguments.get("multi_hot"):
             targets = torch.nn.functional.one_hot(targets, 2)
