@@ -93,7 +93,7 @@ def warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
     """Return ``value`` unchanged, or raise ValueError when it is not one of ``choices``."""
     if value not in choices:
         raise ValueError(expected(name, f"one of {', '.join(map(repr, choices))}", value))

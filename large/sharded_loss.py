@@ -233,7 +233,8 @@ def check_shardable(loss: Any) -> Any:
     if kind in SURROGATES:
         settings.append(("surrogate", SURROGATES[kind]))
     for name, value in settings:
-        if getattr(loss, name) != value:
+        found = loss.form if (name, kind) == ("surrogate", RecallAtQuantileLoss) else getattr(loss, name)
+        if found != value:
             fix = "Construct the loss with it. Without ShardedLoss it gathers the rows."
-            raise ValueError(expected(name, f"{value!r} in a ShardedLoss", getattr(loss, name), fix))
+            raise ValueError(expected(name, f"{value!r} in a ShardedLoss", found, fix))
     return loss

@@ -132,8 +132,7 @@ def _settings(kind: Callable[..., DistributedLoss], queue_size: int) -> dict[str
     temperature = parameters.get("temperature")
     if temperature is None or "None" not in str(temperature.annotation):
         return {"": given}
-    fixed = {"temperature": 0.5} | ({"surrogate": "sigmoid"} if "surrogate" in parameters else {})
-    return {"": given | fixed, **({", automatic": given} if temperature.default is None else {})}
+    return {"": {**given, "temperature": 0.5}, **({", automatic": given} if temperature.default is None else {})}
 
 
 @functools.cache

@@ -312,11 +312,11 @@ ROWS = (
         reference.recall_at_quantile,
         forms={
             "": {"quantile": 0.3, "temperature": 0.3, **SMOOTH_RECALL},
-            "linear": {"quantile": 0.13, "temperature": 0.3, **LINEAR, **SMOOTH_RECALL},
+            "linear": {"quantile": 0.13, "temperature": 0.3, **LINEAR},
             "automatic": {"quantile": 0.3, **SMOOTH_RECALL},
         },
         settings={
-            rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule, **SMOOTH_RECALL}
+            rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
             for rule, q in (("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45))
         },
         controls=[{"quantile": 0.34}, {"quantile": 0.2}],
@@ -340,15 +340,15 @@ ROWS = (
         controls=[{"quantile": 0.5}, SMOOTH_RECALL],
         own={
             "quantile": QUANTILE,
-            "quantile_interpolation": RULE._replace(apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
-            "threshold_gradient": Argument(False, apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
-            "temperature": Argument(apart=WITHOUT_EFFECT, among=SMOOTH_RECALL),
+            "quantile_interpolation": RULE,
+            "threshold_gradient": Argument(False),
+            "temperature": Argument(apart="It makes the loss the smooth recall.", among=SMOOTH_RECALL),
             "surrogate": Argument("sigmoid", ["hinge"]),
         },
         together=[
-            ("temperature", {"temperature": 0.3}, "0.3.*'sigmoid'"),
-            ("quantile_interpolation", LINEAR, "linear.*'sigmoid'"),
-            ("threshold_gradient", {"threshold_gradient": False}, "False.*'sigmoid'"),
+            ("temperature", {"temperature": 0.3, **DRO}, "0.3.*'sigmoid'"),
+            ("quantile_interpolation", {**LINEAR, **DRO}, "linear.*'sigmoid'"),
+            ("threshold_gradient", {"threshold_gradient": False, **DRO}, "False.*'sigmoid'"),
         ],
     ),
     Loss(

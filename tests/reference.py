@@ -403,13 +403,17 @@ def recall_at_quantile(
     ignore_index: int = -100,
     queue_keep: str = "all",
     threshold_gradient: bool = True,
-    surrogate: str = "dro",
+    surrogate: str | None = None,
     weighting: str = "rows",
 ) -> Result:
     """1 - mean over P of s((x_i - threshold) / t), the threshold being the (1 - q) quantile of all scores.
 
-    With "dro" the mean over P of a soft maximum over the negatives, whose perplexity is q times their number.
+    With "dro", or None and nothing that only the former uses, the mean over P of a soft maximum over the negatives,
+    whose perplexity is q times their number.
     """
+    if surrogate is None:
+        is_smooth = temperature is not None or quantile_interpolation != "higher" or not threshold_gradient
+        surrogate = "sigmoid" if is_smooth else "dro"
     if temperature is None:
         classes = problems(live, past, ignore_index=ignore_index, queue_keep=queue_keep)
         kept = [[row for row in problem if row.weight or weighting == "positives"] for problem in classes]

@@ -140,8 +140,8 @@ class LossWarmupWrapper(LossOfParts):
             )
         elif temperatures and getattr(main_loss, "surrogate", None) == "dro":
             warn(
-                "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or use "
-                "surrogate='pairwise'."
+                "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or choose "
+                "another surrogate."
             )
         elif temperatures and not self.in_warmup:
             self.main_loss.temperature = temp_start

@@ -51,15 +51,17 @@ def recall_at_quantile(
     weighting: Weighting = "rows",
     validate_args: bool = True,
     threshold_gradient: bool = True,
-    surrogate: Surrogate = "dro",
+    surrogate: Surrogate | None = None,
 ) -> Tensor:
     r"""Compute a loss for the recall among the share q of the rows with the highest scores, by one of two surrogates.
 
-    ``"dro"``, the default, is that of :func:`~fullrank.losses.pauc_at_budget` with ``beta=quantile``: the mean over the
-    positives of a soft maximum over the negatives, of which the effective number is q times their number. All positives
-    and negatives have a gradient, also those far from the threshold. The scores are logits, and the loss may exceed 1.
+    ``"dro"``, the default without a temperature, is that of :func:`~fullrank.losses.pauc_at_budget` with
+    ``beta=quantile``: the mean over the positives of a soft maximum over the negatives, of which the effective number
+    is q times their number. All positives and negatives have a gradient, also those far from the threshold. The scores
+    are logits, and the loss may exceed 1.
 
-    ``"sigmoid"`` is one minus the smooth share of positives above the (1 - q) quantile of all scores:
+    ``"sigmoid"``, the default with one, is one minus the smooth share of positives above the (1 - q) quantile of all
+    scores:
 
     .. math:: L = 1 - \frac{1}{|P|} \sum_{i \in P} \sigma\!\left(\frac{x_i - \theta}{\tau}\right), \quad
               \theta = Q_{1-q}(x)
@@ -80,7 +82,8 @@ def recall_at_quantile(
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed; under ``"dro"`` a share of negatives.
         surrogate: ``"dro"``, a soft maximum over the negatives, or ``"sigmoid"``, the smooth recall. ``temperature``,
-            ``quantile_interpolation`` and ``threshold_gradient`` act with ``"sigmoid"`` alone, and raise otherwise.
+            ``quantile_interpolation`` and ``threshold_gradient`` act with ``"sigmoid"`` alone. None is ``"sigmoid"``
+            if one of them is not at its default, else ``"dro"``. A named ``"dro"`` refuses them.
 
     Degenerate:
         A class without a positive of positive weight is invalid, and under ``"dro"`` one without a negative: left out
@@ -110,8 +113,8 @@ def recall_at_quantile(
     pool = local_pool(
         *shared, sample_weight=sample_weight, multi_hot=multi_hot, weighting=weighting, validate_args=validate_args
     )
-    _check(quantile, quantile_interpolation, threshold_gradient, surrogate, temperature)
-    if surrogate == "dro":
+    form = _checked_form(surrogate, quantile, temperature, quantile_interpolation, threshold_gradient)
+    if form == "dro":
         per_class = _soft_maximum(pool, quantile)
     else:
         pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
@@ -127,15 +130,24 @@ def check_quantile(quantile: float) -> float:
     return quantile
 
 
-def _check(
-    quantile: float, interpolation: str, threshold_gradient: bool, surrogate: str, temperature: float | None
-) -> None:
-    """Raise TypeError or ValueError for arguments that define no loss."""
+def _form(surrogate: str | None, **arguments: object) -> str:
+    """Return the surrogate; None is that which uses the ``arguments``, those of ``_USED_BY``."""
+    is_used = any(arguments[name] != default for name, (_, default) in _USED_BY.items())
+    return surrogate or ("sigmoid" if is_used else "dro")
+
+
+def _checked_form(
+    surrogate: str | None, quantile: float, temperature: float | None, interpolation: str, threshold_gradient: bool
+) -> str:
+    """Return the surrogate, or raise TypeError or ValueError for arguments that define no loss."""
     check_quantile(quantile)
     check_choice("quantile_interpolation", interpolation, INTERPOLATIONS)
-    check_choice("surrogate", surrogate, get_args(Surrogate))
-    arguments = {"temperature": temperature, "quantile_interpolation": interpolation}
-    check_used(surrogate, {**arguments, "threshold_gradient": threshold_gradient}, _USED_BY)
+    check_choice("surrogate", surrogate, (None, *get_args(Surrogate)))
+    used: dict[str, object] = {"temperature": temperature, "quantile_interpolation": interpolation}
+    used["threshold_gradient"] = threshold_gradient
+    form = _form(surrogate, **used)
+    check_used(form, used, _USED_BY)
+    return form
 
 
 def _soft_maximum(pool: Pool, quantile: float) -> PerClass:
@@ -159,7 +171,8 @@ class RecallAtQuantileLoss(RankingLoss):
     """Recall among the share ``quantile`` of the rows with the highest scores, over the rows of all ranks and a queue.
 
     The formulas are those of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
-    queue. The default, ``surrogate="dro"``, is that of :class:`PAUCAtBudgetLoss` with ``beta=quantile``.
+    queue. Without a temperature the loss is that of :class:`PAUCAtBudgetLoss` with ``beta=quantile``. With one, also if
+    a schedule or a checkpoint assigns it, it is the smooth recall; ``surrogate`` decides otherwise.
 
     With ``"sigmoid"`` give the pool ``10 / quantile`` rows or more, 2,000 by default, and add the loss to weighted
     cross-entropy: on 29 tables its recall was that of cross-entropy in the sum, and lower alone (see the page about
@@ -193,18 +206,24 @@ class RecallAtQuantileLoss(RankingLoss):
         max_pool_size: int | None = None,
         *,
         threshold_gradient: bool = True,
-        surrogate: Surrogate = "dro",
+        surrogate: Surrogate | None = None,
         **options: Unpack[PoolOptions],
     ) -> None:
         shared = num_classes, queue_size, temperature, reduction, ignore_index, update_queue_in_eval
         super().__init__(*shared, gather_distributed, max_pool_size, **options)
-        _check(quantile, quantile_interpolation, threshold_gradient, surrogate, temperature)
+        _checked_form(surrogate, quantile, temperature, quantile_interpolation, threshold_gradient)
         self.quantile, self.quantile_interpolation = quantile, quantile_interpolation
         self.threshold_gradient, self.surrogate = threshold_gradient, surrogate
 
+    @property
+    def form(self) -> str:
+        """The surrogate of the next call: ``surrogate``, or that which uses the arguments that were given."""
+        names = {name: getattr(self, name) for name in _USED_BY}
+        return _form(self.surrogate, **names)
+
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class."""
-        if self.surrogate == "dro":
+        if self.form == "dro":
             return _soft_maximum(pool, self.quantile)
         pool, temperature = self._at_temperature(pool)
         return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
@@ -216,10 +235,10 @@ class RecallAtQuantileLoss(RankingLoss):
                 f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the "
                 f"{100 * (1 - self.quantile):.4g} % with the highest scores pass quantile={1 - self.quantile:.4g}."
             )
-        if self.surrogate == "dro":  # it has no temperature, and no threshold
+        if self.form == "dro":  # it has no temperature, and no threshold
             return Setting(None, None, argument)
         return setting._replace(small_pool=few_rows("quantile", self.quantile, num_rows), argument=argument)
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        check_choice("surrogate", self.surrogate, get_args(Surrogate))
+        check_choice("surrogate", self.surrogate, (None, *get_args(Surrogate)))

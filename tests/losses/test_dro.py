@@ -74,13 +74,18 @@ def test_recall_has_the_same_soft_maximum_without_a_mask() -> None:
     assert not torch.equal(masked, expected)  # control
 
 
-def test_the_state_of_the_smooth_recall_can_be_loaded() -> None:
-    """Its temperature has no effect on the soft maximum."""
+def test_a_temperature_makes_it_the_smooth_recall() -> None:
+    """One that is given, assigned or loaded, unless the surrogate is named."""
     rows, smooth = INPUTS["binary"].rows(), RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid")
-    loss, fresh = RecallAtQuantileLoss(1), RecallAtQuantileLoss(1)
-    loss.load_state_dict(smooth.state_dict())
-    assert torch.equal(loss(rows.logits, rows.targets), fresh(rows.logits, rows.targets))
-    assert not torch.equal(smooth(rows.logits, rows.targets), fresh(rows.logits, rows.targets))  # control
+    expected, other = (loss(rows.logits, rows.targets) for loss in (smooth, RecallAtQuantileLoss(1)))
+    loaded, assigned, named = RecallAtQuantileLoss(1), RecallAtQuantileLoss(1), RecallAtQuantileLoss(1, surrogate="dro")
+    for loss in (loaded, named):
+        loss.load_state_dict(smooth.state_dict())
+    assigned.temperature = 0.1
+    for loss in (loaded, assigned, RecallAtQuantileLoss(1, temperature=0.1)):
+        assert torch.equal(loss(rows.logits, rows.targets), expected)
+    assert torch.equal(named(rows.logits, rows.targets), other)
+    assert not torch.equal(expected, other)  # control
 
 
 def test_the_share_that_counts_is_the_budget() -> None:

@@ -79,8 +79,6 @@ def steps_of(module: Any, name: str, options: dict[str, Any], *, weighted: bool 
         options = options | {"weighting": "positives"}
         if name != "SmoothAPLoss" and options.get("surrogate") != "pairwise":
             options |= {"threshold_gradient": False}
-        if name == "RecallAtQuantileLoss":
-            options |= {"surrogate": "sigmoid"}
     loss = getattr(module, name)(queue_size=256, **options)
     if module is not fullrank:
         loss.double()  # its queue is a buffer of the module's dtype
