@@ -15,7 +15,7 @@ from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse
 from ...distributed.torch_private import note_kind
 from ...errors import check_tensor, expected
 from ..arguments import completed
-from ..base import DistributedLoss, GroupOptions
+from ..base import DistributedLoss, GroupOptions, compiled_where_local
 from ..rows import check_device, compute_dtype, weight_unit
 
 
@@ -45,6 +45,7 @@ class SummedLoss(DistributedLoss):
         raise NotImplementedError
 
     @completed(DistributedLoss)
+    @compiled_where_local
     def forward(self, inputs: Tensor, targets: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
         """Return the loss over the elements of all ranks; with ``"none"``, the element losses of this rank.
 

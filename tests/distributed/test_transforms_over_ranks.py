@@ -15,6 +15,7 @@ from on_ranks import common_error, on_ranks
 from torch import Tensor
 from workers import error_of
 
+import fullrank
 from fullrank.distributed import header
 
 # A gather of every kind, and the first loss of every kind.
@@ -80,3 +81,28 @@ def test_control_without_the_check_torch_raises(rank: int) -> None:
             text = error_of(lambda name=name: TRANSFORMS[name](call, rows))[1]
             assert text
             assert "differentiation: expected" not in text
+
+
+@on_ranks(2)
+def test_compiled_losses_over_ranks_are_eager_ones(rank: int) -> None:
+    """Also the third module of a class, for which the compiler no longer takes attributes for constants.
+
+    The control: the loss of this rank's rows.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    for make in (
+        fullrank.CrossEntropyLoss,
+        partial(fullrank.CrossEntropyLoss, weight="balanced"),
+        fullrank.SoftmaxFocalLoss,
+        partial(fullrank.SmoothAPLoss, 3, temperature=0.5),
+    ):
+        for extra in range(4):
+            compiled = torch.compile(make(), backend="aot_eager")
+            for rows in (5 + rank + extra, 6 + rank + extra):
+                inputs, targets = torch.randn(rows, 3, dtype=torch.float64, generator=generator), torch.arange(rows) % 3
+                found, expected, alone = (
+                    plain(partial(loss, targets=targets), inputs)
+                    for loss in (compiled, make(), make(gather_distributed=False))
+                )
+                assert found == expected
+                assert found != alone
