@@ -35,7 +35,8 @@ class TorchLikeLoss(SummedLoss):
         rank, which under data parallelism is a different loss: a row on a rank with few valid rows counts more.
 
         Balanced weights count the elements of all ranks: the sums of each class travel behind the header. Each call has
-        weights of its own, so let :func:`~fullrank.pooled_backward` call the loss once for all micro-batches.
+        weights of its own, so let :func:`~fullrank.pooled_backward` call the loss once for all micro-batches. Where all
+        ranks together have few rows in a call, such as 32, pass weights counted in the training set: they rank better.
     """
 
     def _balance(self, name: str, value: str) -> None:
@@ -87,7 +88,8 @@ class CrossEntropyLoss(TorchLikeLoss):
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
             ``"balanced"``: those of scikit-learn for the elements of this call, of all ranks, so that each class
-            that is present weighs the same. With probabilities a class has the sum of its column.
+            that is present weighs the same. With probabilities a class has the sum of its column. For small batches
+            pass the weights of the training set instead.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted. With
             probabilities it must be negative, as in torch.
         reduction: ``"mean"`` divides by the sum of the weights of the target classes over all ranks, ``"sum"`` over all
@@ -211,7 +213,8 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             ranks, or ``"none"`` for this rank's elements.
         class_weight: ``"balanced"``: the weights of scikit-learn for the elements of this call, of all ranks, so that
             positives and negatives weigh the same; divided by the sum of the weights. Inputs (N, C, *) have C problems,
-            which are balanced one by one. Not next to ``weight`` or ``pos_weight``.
+            which are balanced one by one. Not next to ``weight`` or ``pos_weight``. For small batches pass
+            ``pos_weight``, the negatives over the positives of the training set, instead.
 
     Shape:
         inputs of any shape; targets the same, numbers in [0, 1], where one of (N,) and (N, 1) may stand for the other;

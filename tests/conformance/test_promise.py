@@ -10,12 +10,12 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import part_of, split
+from batches import Rows, part_of, split
 from gradient_cases import SHARDED, Case
 from loss_cases import FORMS, OF_POOL, slowly
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
-from torch import Tensor
+from torch import Tensor, nn
 from workers import WorkerPool, get_pool
 
 import fullrank
@@ -23,6 +23,7 @@ from fullrank.distributed.exchange import Exchange
 from fullrank.large import smooth_ap
 
 MODULES = [name for name, form in FORMS.items() if form.loss.module is not None]
+BALANCED = ("cross_entropy_balanced", "binary_cross_entropy_balanced")
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
 
 
@@ -175,10 +176,11 @@ def test_every_loss_under_every_other_wrapper(world_size: int, wrapper: str, ins
 
 
 def windows(wrapper: str, sync: str = "last", dtype: str = "float64", losses: Any = slice(None)) -> list[Case]:
-    """Return the pooled losses over windows of ``pooled_backward``, every other one with weights."""
+    """Return the losses over windows of ``pooled_backward``, every other one with weights."""
     common = {"dtype": dtype, "wrapper": wrapper, "sync": sync}
     common["gradient_reduction"] = "sum" if wrapper in ("plain", "summed") else "mean"
-    cases = [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(OF_POOL)][losses]
+    of_window = (*OF_POOL, *BALANCED)  # balanced weights count the rows of the window
+    cases = [Case(loss, weighted=index % 2 == 1, **common) for index, loss in enumerate(of_window)][losses]
     return [*cases, Case("smooth_ap", sharded=True, form="moments", **common)]
 
 
@@ -202,6 +204,22 @@ WINDOWS += [
 def test_windows_of_micro_batches(world_size: int, cases: list[Case]) -> None:
     """Uneven rows, ranks without any, uneven numbers of micro-batches, a queue that fills over the steps."""
     assert_exact(get_pool(world_size), *cases)
+
+
+@on_ranks()
+def test_weights_balanced_in_each_micro_batch_are_not_those_of_the_window(rank: int) -> None:
+    """The control of the windows above: the mean of the losses of micro-batches with weights of their own."""
+
+    def one_by_one(model: nn.Module, batches: list[Rows], *, loss: Any, forward: Any, **options: Any) -> Tensor:
+        total = torch.stack([loss(forward(batch), [batch]) for batch in batches]).mean()
+        total.backward()
+        return total.detach()
+
+    for name in BALANCED:
+        case = Case(name, sync="each")  # as many micro-batches on each rank
+        assert max(gradient_cases.worst_error(rank, dist.get_world_size(), case)) <= LIMITS["float64"]
+        with mock.patch.object(fullrank, "pooled_backward", one_by_one):
+            assert min(gradient_cases.worst_error(rank, dist.get_world_size(), case)) > 1e-3
 
 
 # Of a sharded pool: in every form that a loss has, with rows of every kind.
