@@ -7,8 +7,8 @@ The recipe for your own training is the sum in `build_loss`. DDP wraps the model
 the batches of the processes may differ in size.
 
 The losses are compared after a fixed short training, in which class weights and ranking losses are ahead: 500 steps,
-after which cross-entropy still improves. We chose the number so that the verdicts are the same for other seeds. Longer
-training closes most of the gap: run with --seeds 24 --steps 2000 --batch-size 512 (one process, some minutes).
+after which cross-entropy still improves. We chose the number so that every verdict is clear; 24 seeds give the same.
+Longer training closes most of the gap: see --seeds 24 --steps 2000 --batch-size 512 (one process, some minutes).
 """
 
 from __future__ import annotations
