@@ -145,7 +145,7 @@ class PairLoss(ContrastiveLoss):
             mask: embeddings of a guide, another model that tells false negatives: of the queries (N, G), of the keys
                 (N, G) and, with ``negatives``, of those, in their shape. A candidate is left out for a query if the
                 guide finds it at least as similar (cosine) as the key of the query. Keys of the queue have no guide and
-                stay.
+                stay. A guide that is not finite makes the loss NaN on every rank.
             sample_weight: (N,) >= 0, of the pairs in the mean. All keys stay candidates.
         """
         call, group = type(self).__name__, self._resolve_group()
@@ -315,6 +315,8 @@ class PairLoss(ContrastiveLoss):
         weighs, (N,) float64.
         """
         total = grad_scale = grad_bias = rows[0].new_zeros((), dtype=torch.float64)
+        for part in (masks[0].guides, masks[0].limit):  # a guide that is not finite is more similar than nothing
+            total = total if part is None else total + 0.0 * part.sum(dtype=torch.float64)
         grad_own: list[Tensor | None] = [None] * len(rows)
         grad_all: list[Tensor | None] = [None] * len(rows)
         labels = [masks[0].labels, *(masks[0].labels.new_full((len(part),), _ALONE) for part in all_rows[2:])]

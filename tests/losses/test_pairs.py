@@ -208,6 +208,19 @@ def test_no_negatives_on_any_rank_and_collectives(rank: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["one way", "siglip"])
+@on_ranks()
+def test_a_guide_that_is_not_finite_makes_the_loss_nan_on_every_rank(rank: int, kind: str) -> None:
+    """That of a query, a key or a negative of one rank, the last, in the first and in the second step."""
+    loss, rows, last = make(kind), draw(rank), dist.get_world_size() - 1
+    assert rows.mask is not None
+    for place, odd in ((0, math.nan), (1, math.inf), (2, math.nan), (2, 1.0)):
+        mask = [guide.clone() for guide in rows.mask]
+        mask[place][-1] = odd if rank == last else 1.0
+        for _ in range(2):
+            assert rows._replace(mask=tuple(mask)).call(loss).isnan() == (odd != 1.0)  # the control: finite ones
+
+
+@pytest.mark.parametrize("kind", ["one way", "siglip"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @on_ranks()
 def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None:
