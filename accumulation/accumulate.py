@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from ..distributed.group import Group
 from ..distributed.header import NUM_TOTALS, Offer, combined
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, check_amount, check_positive, expected
+from ..errors import Words, check_positive, expected
 from ..kernels.documents import note_token_range
 from .step import Step
-from .token_count import TokenRule, as_numbers, check_amounts, check_scalar, counts_of, sums_of, token_rule
+from .token_count import TokenRule, check_amounts, check_number_of_terms, counts_of, sums_of, token_rule
 from .window import Window, open_window
 from .window_sums import Terms, named
 
@@ -195,7 +195,7 @@ def _count(window: Window, count: Any, label: str) -> tuple[float, list[Tensor |
         # The ranks cannot compare functions: each rank has an object of its own.
         return 0.0, counts, rule or Words("a function")
     if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
-        number = float(check_amount(label, as_numbers([check_scalar(label, count)])[0]))
+        number = float(check_number_of_terms(label, count))
         # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
         return number, None, Words(f"{number:.17g} over all ranks")
     what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"

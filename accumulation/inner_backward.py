@@ -7,7 +7,6 @@ was computed, is already in the gradients, without that factor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from ..distributed.torch_private import fsdp_groups
 from ..gradients.all_reduce_grads import distinct_entries
 from ..gradients.parameters import local_values
 from ..kernels.torch_private import version_of
-
-_NUM_WINDOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class Gradients:
@@ -41,15 +38,6 @@ class Gradients:
         with torch.no_grad():
             counts = [local_values(grad).count_nonzero() for grad in added]  # counts NaN too
         return torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else None
-
-
-def gradients_to_watch(model: nn.Module) -> Gradients | None:
-    """Return the gradients at the start of a window, in windows 1, 2, 4, 8, ... of a model; None in the others.
-
-    A loss that back-propagates inside itself does so from the first window on, and the other windows cost nothing.
-    """
-    number = _NUM_WINDOWS[model] = _NUM_WINDOWS.get(model, 0) + 1
-    return Gradients(model) if number & (number - 1) == 0 else None
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[int, Tensor]]:

@@ -30,13 +30,13 @@ from ..distributed.torch_private import (
     num_micro_batches_of_schedule,
     stages_of_schedule,
 )
-from ..errors import Words, check_amount, check_positive, expected
+from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import find_ranks, find_sync
 from .accumulate import Count
-from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, zero_loss
-from .token_count import as_numbers, check_scalar, token_rule
+from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, total_of, zero_loss
+from .token_count import as_numbers, check_number_of_terms, token_rule
 
 T = TypeVar("T")
 
@@ -155,8 +155,7 @@ class PipelineMean:
                     tensors = output if isinstance(output, (tuple, list)) else [output]
                     zeros = [zero_loss(one.sum()) for one in tensors if isinstance(one, Tensor) and one.requires_grad]
                     return sum(zeros[1:], zeros[0])
-                total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-                total = total.reshape(())
+                total = total_of(loss)
                 share = total * factor if factor else zero_loss(total)
                 sums[id(share)] = share, total.detach()
                 return share
@@ -206,7 +205,7 @@ class PipelineMean:
         """Return this rank's number of terms, or that of all ranks if it was given, and what must be equal."""
         rule, has_loss = token_rule(self._count), any(stage.is_last for stage in self._stages)
         if not callable(self._count):
-            number = float(check_amount("count", as_numbers([check_scalar("count", self._count)])[0]))
+            number = float(check_number_of_terms("count", self._count))
             return (number if has_loss else 0.0), Words(f"{number:.17g} over all ranks")
         if has_loss and target is None:
             fix = "Pass the targets on the rank with the last stage."
@@ -216,8 +215,7 @@ class PipelineMean:
             return 0.0, kind
         if rule is not None and not isinstance(target, Mapping):
             target = {rule.keys[0]: target}
-        counted = self._count(target) if rule is None else rule.num_valid(target)
-        return check_amount("count", as_numbers([check_scalar("count", counted)])[0]), kind
+        return check_number_of_terms("count", self._count(target) if rule is None else rule.num_valid(target)), kind
 
     def _check_loss(self, loss: Any, number: float) -> None:
         """Raise for a loss that cannot be back-propagated, or would not be exact."""

@@ -17,25 +17,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
 from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
-from ..gradients.when_reduced import discard_gradients_
+from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
-from .inner_backward import Gradients, gradients_to_watch
-from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, has_graph, zero_loss
+from .inner_backward import Gradients
+from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, has_graph, total_of, zero_loss
 from .token_count import check_scalar
 from .window import Window
 from .window_sums import Terms, WindowSums, named
-
-_LATEST: WeakKeyDictionary[nn.Module, ReferenceType[Step]] = WeakKeyDictionary()
 
 
 class Step:
@@ -46,6 +44,8 @@ class Step:
 
     def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
         self._window, self._terms = window, terms
+        # m / N by name, 0 without terms.
+        self._factors = {name: terms.multiplier / number if number else 0.0 for name, number in terms.numbers.items()}
         self._sums = WindowSums(window, terms, each=each)
         self._index = -1  # of the current micro-batch; -1 outside of the loop
         self._is_last = False
@@ -146,7 +146,7 @@ class Step:
         """
         self._check_naming("factor", are_named=False)
         self._begin_own_backward()
-        return self._terms.factor("")
+        return self._factors[""]
 
     @property
     @not_compiled
@@ -154,7 +154,7 @@ class Step:
         """What :attr:`factor` is, by name, for counts by name; without the weights."""
         self._check_naming("factors", are_named=True)
         self._begin_own_backward()
-        return {name: self._terms.factor(name) for name in self._terms.numbers}
+        return dict(self._factors)
 
     @not_compiled
     def record(self, loss_sum: Tensor | float, name: str | None = None, *, weight: float = 1.0) -> None:
@@ -279,17 +279,17 @@ class Step:
 
     def _iterate(self) -> Iterator[tuple[Step, Any]]:
         """Switch the wrappers for each micro-batch, yield it with this step, and check that it had one backward."""
-        window, older = self._window, _LATEST.get(self._window.model, lambda: None)()
-        if older is not None:
-            older._switched.close()  # a traceback may keep a loop that was left early
-        _LATEST[window.model] = ref(self)
+        window = self._window
+        number = leave_last_loop(window.model) + 1
+        LOOPS[window.model] = number, ref(self._switched)
         with self._switched as switched:
             if window.wrappers.unwrapped is None:
                 switched.enter_context(window.wrappers.restored(quiet=window.sync != "each"))
             if window.sync == "each":
                 window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
-            self._before = gradients_to_watch(window.model)
+            # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
+            self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
@@ -322,14 +322,15 @@ class Step:
 
     def _losses_of(self, loss: Any, num_items: object, weights: object) -> dict[str, Tensor]:
         """Check a micro-batch's call, and return its losses by name, in the order of the counts."""
-        where, name = f"of micro-batch {self._index}", f"loss of micro-batch {self._index}"
+        name, numbers = f"loss of micro-batch {self._index}", self._terms.numbers
         if self._num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
-            raise RuntimeError(expected(f"step {where}", "one call of backward or scale", self._num_calls, fix))
-        numbers = self._terms.numbers
+            what = f"step of micro-batch {self._index}"
+            raise RuntimeError(expected(what, "one call of backward or scale", self._num_calls, fix))
         if not self._terms.are_named:
             if weights is not None:
-                raise ValueError(expected(f"weights {where}", "None without counts by name", weights))
+                what = f"weights of micro-batch {self._index}"
+                raise ValueError(expected(what, "None without counts by name", weights))
             check_summed_loss(name, loss)
             return {"": loss}
         if not isinstance(loss, Mapping):
@@ -341,9 +342,8 @@ class Step:
             raise ValueError(expected(name, what, Words(str(list(loss))), fix))
         for what, given in (("weights", weights), ("num_items", num_items)):
             if given is not None and not (isinstance(given, Mapping) and given.keys() <= losses.keys()):
-                raise ValueError(
-                    expected(f"{what} {where}", f"a mapping of names among {list(losses)} to numbers", given)
-                )
+                name = f"{what} of micro-batch {self._index}"
+                raise ValueError(expected(name, f"a mapping of names among {list(losses)} to numbers", given))
         for term, each in losses.items():
             check_summed_loss(named(name, term), each)
         return losses
@@ -357,37 +357,32 @@ class Step:
     ) -> Tensor:
         """Check the losses of a micro-batch, record their sums, and return the sum of ``weight * m * S / N``."""
         name = f"loss of micro-batch {self._index}"
-        terms, wrappers, sync = self._terms, self._window.wrappers, self._window.sync
-        if self._is_last or sync == "each" or wrappers.fsdp:
+        wrappers = self._window.wrappers
+        if self._is_last or self._window.sync == "each" or wrappers.fsdp:
             self._is_prepared = False  # until the check has passed
             first, *others = losses.values()
             graph = sum(others, first)
             self._is_prepared = wrappers.check_forwards(name, graph, self._used, others_prepare=others_prepare)
         items = {term: self._sums.add_items(self._index, term, number) for term, number in num_items.items()}
-
-        def zero(loss: Tensor) -> Tensor:
-            others = [
-                each
-                for term, each in losses.items()
-                if terms.numbers[term] and (isinstance(number := items.get(term, 1), Tensor) or number)
-            ]
-            return zero_loss(loss, others)
-
-        shares: list[Tensor] = []
+        factors, share = self._factors, None
+        # The names without terms, as far as the host knows.
+        empty = [term for term in losses if not (factors[term] and (isinstance(n := items.get(term, 1), Tensor) or n))]
         for term, loss in losses.items():
-            number, weight, factor = items.get(term), weights.get(term, 1.0), terms.factor(term)
+            number, weight = items.get(term), weights.get(term, 1.0)
             self._check_sum(name, loss, term, is_mean_allowed=number is not None)
-            # Half precision would round m / N, and float16 overflows above 65504.
-            total = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-            total = total.reshape(()) if total.ndim else total
-            if isinstance(number, Tensor):
+            total = total_of(loss)
+            if term in empty:
+                total = zero_loss(total, [losses[other] for other in losses if other not in empty])
+            elif isinstance(number, Tensor):
                 number = number.to(total.device, total.dtype)
                 total = torch.where(number == 0, torch.zeros_like(total), total * number)
             elif number is not None:
-                total = total * number if number else zero(total)
-            self._sums.add(self._index, term, total.detach(), weight)
-            shares.append(total * (weight * factor) if factor else zero(total))
-        return sum(shares[1:], shares[0]) if len(shares) > 1 else shares[0]
+                total = total * number
+            self._sums.add(self._index, term, total, weight)
+            part = total * (weight * factors[term])
+            share = part if share is None else share + part
+        assert share is not None
+        return share
 
     def _check_sum(self, name: str, loss: Tensor, term: str, *, is_mean_allowed: bool = False) -> None:
         """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""

@@ -11,6 +11,8 @@ from torch.autograd.graph import Node
 
 from ..errors import Words, expected
 
+_HALF = torch.float16, torch.bfloat16
+
 SUM_UP = 'Sum it up, as with reduction="sum"'
 
 
@@ -26,13 +28,19 @@ def check_summed_loss(name: str, loss: Any) -> None:
         raise TypeError(expected(name, "a floating-point tensor", loss, "Pass the summed loss, with its graph."))
     if loss.numel() != 1:
         raise ValueError(expected(name, "one element", loss, "Use loss.sum(), the sum over the terms."))
-    if not has_graph(loss):
+    if not (loss.requires_grad and torch.is_grad_enabled()):
         fix = "Compute it with gradients enabled, and do not detach it. A model without trainable parameters has none."
         raise ValueError(expected(name, "a loss with a graph", Words("one without"), fix))
 
 
 def has_graph(loss: object) -> bool:
     return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
+
+
+def total_of(loss: Tensor) -> Tensor:
+    """Return the loss as a scalar, in float32 for half precision: that would round m / N, and float16 ends at 65504."""
+    total = loss.float() if loss.dtype in _HALF else loss
+    return total.reshape(()) if total.ndim else total
 
 
 def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:

@@ -118,18 +118,18 @@ class TokenRule(NamedTuple):
 
     def labels(self, micro_batch: Any) -> tuple[Tensor, bool]:
         """Return the labels of one micro-batch, and whether they are shifted when they are counted."""
-        present = ((key, shift) for key, shift in zip(self.keys, self.shifts) if _entry(micro_batch, key) is not None)
-        first = next(present, None)
-        if first is None:
-            keys = ", ".join(map(repr, self.keys))
-            raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), "Pass key."))
-        key, shift = first
-        if shift and key in _SHIFTED_KEYS:
-            _warn_of_shift(key)
-        labels = check_tokens("labels", _entry(micro_batch, key))
-        if shift and labels.ndim == 0:
-            raise ValueError(expected("labels", "a dimension of tokens", labels, "Pass shift=False for single labels."))
-        return labels, shift
+        for key, shift in zip(self.keys, self.shifts):
+            if (found := _entry(micro_batch, key)) is None:
+                continue
+            if shift and key in _SHIFTED_KEYS:
+                _warn_of_shift(key)
+            labels = check_tokens("labels", found)
+            if shift and labels.ndim == 0:
+                fix = "Pass shift=False for single labels."
+                raise ValueError(expected("labels", "a dimension of tokens", labels, fix))
+            return labels, shift
+        keys = ", ".join(map(repr, self.keys))
+        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), "Pass key."))
 
     def token_range(self, micro_batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         """Return the least and the largest label that is not ignored, or 0, on their device; None for no labels."""
@@ -245,8 +245,8 @@ def check_amounts(
 
 def sums_of(lists: Sequence[Sequence[Tensor | float]], ranks: ProcessGroup | None) -> list[Tensor | float]:
     """Return the sum of each list, exactly. Sums that the header of ``ranks`` can take from the device stay there."""
-    if not _travel([value for values in lists for value in values], ranks):
-        numbers = iter(as_numbers([value for values in lists for value in values]))
+    if not _travel(flat := [value for values in lists for value in values], ranks):
+        numbers = iter(as_numbers(flat))
         return [math.fsum(islice(numbers, len(values))) for values in lists]
     sums: list[Tensor | float] = []
     for values in lists:
@@ -266,9 +266,10 @@ def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup | None) -> bool:
     """Whether tensors among ``values`` are where the header of ``ranks`` travels, if that is an accelerator."""
-    device = None if ranks is None else header_device(ranks)
+    if ranks is None or (device := header_device(ranks)) == _HOST:
+        return False
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return bool(tensors) and device is not None and all(value.device == device != _HOST for value in tensors)
+    return bool(tensors) and all(value.device == device for value in tensors)
 
 
 def check_scalar(name: str, value: Any) -> Tensor | float:
@@ -278,19 +279,28 @@ def check_scalar(name: str, value: Any) -> Tensor | float:
             raise ValueError(expected(name, "one element", value, "Sum it first."))
         if value.is_complex():
             raise TypeError(expected(name, "a real number", value))
-        return value.detach().reshape(())
+        value = value.detach()
+        return value.reshape(()) if value.ndim else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(expected(name, "a number or a tensor of one element", value))
     return value
 
 
+def check_number_of_terms(name: str, value: Any) -> float:
+    """Return a number of terms; raise TypeError or ValueError unless it is a finite number >= 0, or a tensor of one."""
+    return check_amount(name, as_numbers([check_scalar(name, value)])[0])
+
+
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return ``values`` as Python numbers, in order and exactly; one transfer for each device and dtype."""
+    """Return ``values`` as Python numbers, in order and exactly; one transfer for each dtype of an accelerator."""
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
-            by_kind.setdefault((value.device, value.dtype), []).append(index)
+            if value.is_cpu:
+                numbers[index] = value.tolist()
+            else:
+                by_kind.setdefault((value.device, value.dtype), []).append(index)
     for indices in by_kind.values():
         for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):
             numbers[index] = number

@@ -23,10 +23,6 @@ class Terms(NamedTuple):
     counts: dict[str, list[Tensor | float] | None]  # of this rank's micro-batches; None when the caller passed N
     multiplier: float  # m
 
-    def factor(self, name: str) -> float:
-        """Return m / N, or 0 without terms."""
-        return self.multiplier / self.numbers[name] if self.numbers[name] else 0.0
-
     @property
     def are_named(self) -> bool:
         """Whether the losses have names."""
@@ -57,18 +53,18 @@ class WindowSums:
         self.num_items = 0.0  # the sum of num_items over all ranks
 
     def add(self, index: int, term: str, value: Tensor | float, weight: float) -> None:
-        """Add a detached sum of micro-batch ``index``, and the weight of its name, which does not change."""
-        kept: Any = value
+        """Add a sum of micro-batch ``index``, and the weight of its name, which does not change."""
         if weight is not self._weights.get(term, self):
             name = named("weight", term)
             if not abs(check_number(name, weight)) < math.inf:
                 raise ValueError(expected(name, "a finite number", weight))
             if self._weights.setdefault(term, weight) != weight:
                 raise ValueError(expected(name, f"{self._weights[term]:g}, as earlier in this window", weight))
+        kept: Any = value
         if isinstance(value, Tensor):
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            self.kind = value.dtype, value.device
-            kept = value.tolist() if value.is_cpu else value.clone()
+            kept = kept.detach().full_tensor() if hasattr(value, "full_tensor") else value
+            self.kind = kept.dtype, kept.device
+            kept = kept.tolist() if kept.is_cpu else kept.detach().clone()
         self._losses.append((index, term, kept))
 
     def add_items(self, index: int, term: str, given: Any, what: str = "num_items") -> Tensor | float:

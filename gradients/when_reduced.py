@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import nn
 
 from ..errors import Words, check_count, expected
 from .wrappers import find_sync
+
+# For each model the number of its loops, and what restores the switches of its wrappers after the last one.
+LOOPS: WeakKeyDictionary[nn.Module, tuple[int, ReferenceType[ExitStack]]] = WeakKeyDictionary()
 
 
 def sum_gradients_(model: nn.Module) -> float:
@@ -87,7 +91,7 @@ def discard_gradients_(model: nn.Module) -> None:
     ``optimizer.zero_grad()`` is not enough after a window that was left early. FSDP2 stores unreduced gradients outside
     ``grad``, and would add them to the next window. After a forward without a backward FSDP2 still has the whole
     parameters, which the next optimizer step makes out of date, and DDP reduces in the first backward of the next
-    window.
+    window. A loop that you still refer to, as a traceback does, has not restored the switches of the wrappers.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one. Call it on every rank.
@@ -99,8 +103,17 @@ def discard_gradients_(model: nn.Module) -> None:
     A backward that raised inside the reduction of DDP cannot be undone: DDP itself fails at its next forward.
     """
     sync = find_sync(model)
+    leave_last_loop(model)
     for group in sync.fsdp:
         group.discard()
     sync.forget_forwards()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def leave_last_loop(model: nn.Module) -> int:
+    """Restore the switches if the last loop over ``model`` was left early and is kept; return the number of loops."""
+    number, switched = LOOPS.get(model, (0, lambda: None))
+    if (loop := switched()) is not None:
+        loop.close()
+    return number

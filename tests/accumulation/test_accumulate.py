@@ -197,16 +197,19 @@ def test_discarded_window_of_unequal_length_leaves_nothing(rank: int) -> None:
         assert error(gradient(model), one_process(reference, everything).gradient) <= LIMITS["float64"]
 
 
+@pytest.mark.parametrize("discards", [True, False])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @on_ranks()
-def test_a_loop_that_was_left_and_is_kept_leaves_the_switches_to_the_next(rank: int, kind: str) -> None:
-    """As a traceback keeps it. The control: nothing is restored before."""
+def test_switches_after_a_loop_that_was_left_and_is_kept(rank: int, kind: str, discards: bool) -> None:
+    """As a traceback keeps it. They are restored by a discard, or by the next loop. The control: not before."""
     model, batches = wrap(Model(), kind), make_window("full", rank)
     before, loop = switches(model), accumulate(model, batches, count_valid_tokens)
     next(loop)
     sum_loss(model, batches[0])
     assert switches(model) != before
-    discard_gradients_(model)
+    if discards:
+        discard_gradients_(model)
+    assert (switches(model) == before) == discards
     run_window(model, batches)
     assert switches(model) == before
     loop.close()

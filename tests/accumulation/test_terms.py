@@ -156,6 +156,11 @@ MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its
     "no mapping": (lambda sums: {"loss": sums["ce"] + sums["mtp"]}, "TypeError", "a mapping of ['ce', 'mtp']"),
     "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
     "unknown weight": (lambda sums: {"loss": sums, "weights": {"kl": 1.0}}, "ValueError", "a mapping of names among"),
+    "infinite weight": (
+        lambda sums: {"loss": sums, "weights": {"mtp": math.inf}},
+        "ValueError",
+        "weight of 'mtp': expected a finite number, got inf",
+    ),
     "text weight": (lambda sums: {"loss": sums, "weights": {"mtp": "1"}}, "TypeError", "weight of 'mtp': expected"),
     "items": (lambda sums: {"loss": sums, "num_items": 3}, "ValueError", "expected a mapping of names among"),
     "unknown items": (lambda sums: {"loss": sums, "num_items": {"kl": 3}}, "ValueError", "a mapping of names among"),
