@@ -105,7 +105,13 @@ class Pipeline:
         return torch.cat([flat(part) for part in own if [*part.parameters()]])
 
 
-SCHEDULES = ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
+SCHEDULES = [
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+]
 
 
 def check(pipeline: Pipeline, layouts: tuple[str, ...] = ("full", "uneven", "none"), **options: Any) -> None:
@@ -143,7 +149,7 @@ def test_one_pipeline(rank: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 @on_ranks(4)
 def test_two_pipelines(rank: int, name: str, kind: str) -> None:
     check(Pipeline(name, kind))
@@ -213,11 +219,17 @@ def test_a_bad_loss_raises_on_every_stage_and_the_next_step_is_exact(rank: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Schedule1F1B", "plain"),
+        *((name, "fsdp2") for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")),
+    ],
+)
 @on_ranks(4)
-def test_an_error_of_one_pipeline_is_raised_on_all(rank: int, kind: str) -> None:
+def test_an_error_of_one_pipeline_is_raised_on_all(rank: int, name: str, kind: str) -> None:
     """In the loss, and for a missing target; the next step is exact. Each stage names its rank of pipeline 1."""
-    pipeline = Pipeline("Schedule1F1B", kind, loss_fn=(loss_fn := Fails(_raises, 0)))
+    pipeline = Pipeline(name, kind, loss_fn=(loss_fn := Fails(_raises, 0)))
     mean, batches = pipeline.mean(), batches_of(pipeline.copy)
     for _ in range(2):
         loss_fn.place = loss_fn.calls + 2 if pipeline.copy == 1 else 0
