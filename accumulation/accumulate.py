@@ -140,8 +140,9 @@ def accumulate(
                 names = [f"{label} of micro-batch {index}" for index in range(len(counts))]
                 checks.append(check_amounts(names, counts, window.ranks))
         lists = [terms.counts[name] or [number] for name, number in terms.numbers.items()]
-        ends = [] if _are_on_host(*lists) else _ends(window, rules)
-        check = combined([each for each in checks if each is not None])
+        on_device = any(isinstance(value, Tensor) and not value.is_cpu for values in lists for value in values)
+        ends = _ends(window, rules) if on_device else []
+        check = combined(checks)
         totals = sums_of([*lists, *([end] for end in ends)], window.ranks)
         return Offer((terms, rules if ends else []), facts, totals=totals, check=check)
 
@@ -169,10 +170,6 @@ def _named_counts(count: Any) -> list[tuple[str, Any]]:
     if not 0 < len(count) <= MAX_TERMS:
         raise ValueError(expected("count", f"one to {MAX_TERMS} names", len(count), "Add up losses of equal counts."))
     return sorted(count.items())
-
-
-def _are_on_host(*lists: Sequence[Tensor | float]) -> bool:
-    return all(not isinstance(value, Tensor) or value.is_cpu for values in lists for value in values)
 
 
 def _ends(window: Window, rules: Sequence[TokenRule]) -> list[Tensor]:

@@ -141,6 +141,7 @@ class PipelineMean:
         """
         number, multiplier = self._open(target)
         factor = multiplier / number if number else 0.0
+        num_losses = num_micro_batches_of_schedule(self._schedule) * (1 if self._ranks is None else self._ranks.size())
         errors: list[Exception] = []
         scaled: list[Tensor] = []
         sums: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the scaled loss, which is kept alive
@@ -149,7 +150,11 @@ class PipelineMean:
             def scaled_loss(output: Any, *rest: Any, **options: Any) -> Tensor:
                 try:
                     loss = loss_fn(output, *rest, **options)
-                    self._check_loss(loss, number)
+                    check_summed_loss("loss", loss)
+                    if number != num_losses and is_over_ranks(loss):
+                        raise ValueError(gathered_loss_message("loss"))
+                    if number != num_losses and is_mean(loss):
+                        raise ValueError(expected("loss", "the sum over its terms", Words("a mean"), f"{SUM_UP}."))
                 except Exception as error:
                     errors.append(error)
                     tensors = output if isinstance(output, (tuple, list)) else [output]
@@ -216,15 +221,6 @@ class PipelineMean:
         if rule is not None and not isinstance(target, Mapping):
             target = {rule.keys[0]: target}
         return check_number_of_terms("count", self._count(target) if rule is None else rule.num_valid(target)), kind
-
-    def _check_loss(self, loss: Any, number: float) -> None:
-        """Raise for a loss that cannot be back-propagated, or would not be exact."""
-        check_summed_loss("loss", loss)
-        num_losses = num_micro_batches_of_schedule(self._schedule) * (1 if self._ranks is None else self._ranks.size())
-        if number != num_losses and is_over_ranks(loss):
-            raise ValueError(gathered_loss_message("loss"))
-        if number != num_losses and is_mean(loss):
-            raise ValueError(expected("loss", "the sum over its terms", Words("a mean"), f"{SUM_UP}."))
 
     def _close(self, losses: list[Tensor], number: float, errors: list[Exception]) -> None:
         """Exchange the closing headers and keep the mean loss; on every rank, or raise after discarding gradients."""

@@ -414,10 +414,7 @@ class Step:
         self._error = self._error or error
 
     def _close_window(self, *, is_early: bool = False) -> None:
-        """Exchange a closing header before the last backward: add the losses, or raise an error, on every rank.
-
-        If any rank calls it ``is_early``, before it knows its last loss, all ranks call it again after the backward.
-        """
+        """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""
         check = None if self._num_added is None else DeviceCheck(self._num_added > 0, self._added_error)
         try:
             self._is_closed = self._sums.exchange(self._call, is_early=is_early, error=self._error, check=check)

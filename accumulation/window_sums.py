@@ -74,20 +74,10 @@ class WindowSums:
         self._items.append((name, items, None if counts is None else counts[index]))
         return items if isinstance(items, Tensor) else check_amount(name, items)
 
-    def exchange(
-        self,
-        call: str,
-        *,
-        is_early: bool,
-        error: Exception | None,
-        check: DeviceCheck | None,
-    ) -> bool:
-        """Exchange a closing header: add the sums, or raise an error, on every rank.
+    def exchange(self, call: str, *, is_early: bool, error: Exception | None, check: DeviceCheck | None) -> bool:
+        """Exchange a closing header: add the sums, or raise an error, on every rank; return whether it is the last.
 
         If any rank calls it ``is_early``, before it knows its last loss, all ranks call it again after the backward.
-
-        Returns:
-            Whether no other header follows.
         """
         window, terms = self._window, self._terms
 
@@ -118,7 +108,7 @@ class WindowSums:
                 None,
                 {"forwards of DDP": forwards},
                 totals=(num_items, state, *sums),
-                check=combined([each for each in checks if each is not None]),
+                check=combined(checks),
                 tensors=None if rows is None else (rows,),
                 names=("losses",),
             )

@@ -95,12 +95,13 @@ class DeviceCheck(NamedTuple):
             raise self.error()
 
 
-def combined(checks: Sequence[DeviceCheck]) -> DeviceCheck | None:
+def combined(checks: Sequence[DeviceCheck | None]) -> DeviceCheck | None:
     """Return one check for all ``checks``, with the error of the first that failed; None without any."""
-    if len(checks) < 2:
-        return checks[0] if checks else None
-    flag = torch.stack([check.flag for check in checks]).any()
-    return DeviceCheck(flag, lambda: next(check.error() for check in checks if bool(check.flag)))
+    present = [check for check in checks if check is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    flag = torch.stack([check.flag for check in present]).any()
+    return DeviceCheck(flag, lambda: next(check.error() for check in present if bool(check.flag)))
 
 
 @dataclass(slots=True)

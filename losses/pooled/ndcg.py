@@ -132,10 +132,10 @@ class NDCGLoss(CurrentTemperature):
             check_temperature(self.temperature, automatic=True)
             rows = self._checked(logits, relevance, indexes)
             weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
-            checks = [check for check in (self._relevance_check(rows[1]), of_weight) if check is not None]
+            check = combined([self._relevance_check(rows[1]), of_weight])
             tensors = *rows, weight
             names = "logits", "relevance", "indexes", "sample_weight"
-            return Offer(tensors, self._shared_facts(), check=combined(checks), tensors=tensors, names=names)
+            return Offer(tensors, self._shared_facts(), check=check, tensors=tensors, names=names)
 
         if group is None:
             agreed = agree_on(call, None, bring)
