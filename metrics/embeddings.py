@@ -34,7 +34,8 @@ class EmbeddingMetric(GatheredMetric):
 
     Degenerate:
         A query without another row of its label is left out; the mean over no query is NaN, and so is that with a row
-        that is not finite. Of equally similar rows the wrong ones come first.
+        that is not finite. Of equally similar rows the wrong ones come first, as far as float32 has copies of a row
+        equally similar: a product may round them differently.
 
     Numerics:
         Rows are kept in float32 until :meth:`reset`, and compared in it. O(N M D) time and O(M D) memory for N queries

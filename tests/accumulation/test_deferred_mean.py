@@ -246,6 +246,28 @@ def test_a_mistake_in_a_window_discards_the_step_on_every_rank(rank: int, fault:
         model.zero_grad()
 
 
+@on_ranks(2)
+def test_without_a_forward_that_communicates_an_error_is_in_no_header(rank: int) -> None:
+    """The other ranks would wait in that forward, here without parts of them. The control: after the forward."""
+    model, window = wrap(Model(), "fsdp2"), make_window("full", rank)
+    deferred = DeferredMean(model)
+    for is_after in (False, True, False):
+
+        def fails(batch: Batch, is_after: bool = is_after) -> Any:
+            if batch is window[-1]:
+                _ = sum_loss(model, batch) if is_after else None
+                raise ValueError("boom")
+            return sum_loss(model, batch), num_valid(batch)
+
+        kind, text = error_of(lambda fails=fails: deferred.backward_window(window, fails))
+        assert (kind, text == "boom") == ("ValueError", not is_after)
+    for _ in range(2):
+        model.zero_grad()
+        deferred.backward_window(window, lambda batch: (sum_loss(model, batch), num_valid(batch)))
+        deferred.finish()
+        assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= 1e-12
+
+
 def rank_of_last() -> int:
     return dist.get_world_size() - 1
 
