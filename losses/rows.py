@@ -133,7 +133,9 @@ def check_batch(
         what, device = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, device, "Use logits.cpu(): the gradient comes back to the device."))
     checked = _check_targets(logits, targets, rule, validate_args, stored, defers)
-    checks = [] if checked.check is None else [checked.check]
+    if iid_mask is None and sample_weight is None and indexes is None:
+        return checked
+    checks = [checked.check]
     if iid_mask is not None:
         _check_row_tensor("iid_mask", iid_mask, logits)
         if iid_mask.dtype != torch.bool:
