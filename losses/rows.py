@@ -254,7 +254,10 @@ def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:
         codes = _codes(rule.ignore_index, dtype, targets.device)
         return ((raw if raw.is_floating_point() else targets) == codes).sum(dim=1, dtype=torch.float64)
     ignored = targets == rule.ignore_index
-    valid = (targets >= 0) & (targets < max(2, rule.num_classes)) & ~ignored
+    last = max(2, rule.num_classes) - 1
+    valid = targets.clamp(0, last) == targets
+    if 0 <= rule.ignore_index <= last:
+        valid &= ~ignored
     if raw.is_floating_point():
         is_exact = raw == targets
         ignored, valid = ignored & is_exact, valid & is_exact

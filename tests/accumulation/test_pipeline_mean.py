@@ -105,12 +105,16 @@ class Pipeline:
         return torch.cat([flat(part) for part in own if [*part.parameters()]])
 
 
-SCHEDULES = [
+OLD_TORCH = torch.__version__.startswith("2.10.")
+SCHEDULES: list[Any] = [
     "ScheduleGPipe",
     "Schedule1F1B",
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
+    pytest.param(
+        "ScheduleZBVZeroBubble",
+        marks=pytest.mark.skipif(OLD_TORCH, reason="torch 2.10 cannot run it on gloo, by itself"),
+    ),
 ]
 
 
