@@ -9,7 +9,8 @@ runs torch.float64 slowly takes longer. ``--lines`` prints the lines of the pack
 
 Under torchrun every step is over ranks, in a group that is like one of NCCL: it serves the simulated device alone, or
 with ``--mixed`` the host too, as ``cpu:gloo,cuda:nccl`` does.
-Each is the third of its kind: the first steps fill caches and the queue.
+Each is the third of its kind: the first steps fill caches and the queue. More than two processes share the rows of
+two in a small step, because their number decides on the form.
 """
 
 from __future__ import annotations
@@ -189,6 +190,9 @@ def main() -> None:
     steps = STEPS if is_alone else OVER_RANKS | WINDOWS
     if not is_alone:
         init_process_group(arguments.mixed)
+        small = {name: step for name, step in OVER_RANKS.items() if step.rows <= 1_000}
+        size = torch.distributed.get_world_size()
+        steps |= {name: step._replace(rows=step.rows * 2 // size) for name, step in small.items()}
     if arguments.lines:
         report = counts_of(steps[arguments.lines], rank).report(400)
         print(f"rank {rank}: {report}")

@@ -76,18 +76,26 @@ class Positives(NamedTuple):
 def totals_of(pool: Pool) -> tuple[Tensor | float, ...]:
     """Return the totals of a shard for the header: number of positives, ends of the scores, largest weight.
 
-    The last is negative if the weights are not all equal.
+    The last is negative if the weights are not all equal. What is on the device but not read takes few kernels.
     """
-    if not pool.scores.numel():
+    rows, scores = pool.rows, pool.rows.logits.t()
+    if not scores.numel():
         return 0.0, math.inf, -math.inf, 0.0
-    for_low, for_high = pool.scores, pool.scores
-    if pool.member is not None:
-        for_low, for_high = (pool.scores.masked_fill(~pool.member, end) for end in (math.inf, -math.inf))
+    positives: Tensor | float
+    outside: Tensor | None
+    if rows.unread is not None and rows.rule.num_classes == 1 and rows.sample_weight is None:
+        outside, positives = (rows.targets == rows.rule.ignore_index)[None], rows.unread[1]
+    else:
+        outside, positives = None if pool.member is None else ~pool.member, pool.positive.sum()
+    if outside is None:
+        low, high = scores.aminmax()
+    else:
+        low, high = scores.masked_fill(outside, math.inf).amin(), scores.masked_fill(outside, -math.inf).amax()
     heaviest: Tensor | float = 0.0
-    if pool.rows.sample_weight is not None:
-        lightest, heaviest = pool.rows.sample_weight.aminmax()
+    if rows.sample_weight is not None:
+        lightest, heaviest = rows.sample_weight.aminmax()
         heaviest = torch.where(lightest == heaviest, heaviest, -heaviest)
-    return pool.positive.sum(), for_low.amin(), for_high.amax(), heaviest  # NaN if a score is NaN
+    return positives, low, high, heaviest  # NaN if a score is NaN
 
 
 def spread_over_shards(shard: Shard) -> float | None:

@@ -176,10 +176,14 @@ class ShardedLoss(nn.Module):
             check_rows(rows.tensors)
             pool = Pool(rows, weighting=loss.weighting)
             facts = loss._facts({"loss": type(loss).__name__})
-            return Offer((pool, rows), facts, totals=totals_of(pool), tensors=rows.tensors, names=TENSORS, stays=True)
+            totals = *totals_of(pool), rows.counts[0]
+            return Offer((pool, rows), facts, 0, totals, None, rows.check, rows.tensors, TENSORS, True)
 
         agreed = agree_on(CALL, group, bring)
         pool, rows = agreed.value
+        if rows.unread is not None and not agreed.totals[group.rank()][4]:  # now known: no row is ignored
+            rows = rows._replace(complete=True)
+            pool = Pool(rows, weighting=loss.weighting)
         needs_grad = torch.is_grad_enabled() and pool.scores.requires_grad
         scale = gradient_scale(loss.gradient_reduction, group, needs_grad=needs_grad)
         return Shard.of(pool, Exchange(CALL, group), scale, agreed), rows

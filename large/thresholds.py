@@ -93,10 +93,8 @@ def _select(
 ) -> Selected:
     """Return the quantiles of the reference rows of all ranks, the sums of ``extra``, and how many ranks have a NaN."""
     scores = shard.pool.scores.detach()
-    has_nan = scores.new_zeros(scores.shape[0], dtype=torch.float64)
-    if scores.shape[1]:
-        has_nan = scores.amax(dim=1).isnan().double()
-    numbers = torch.cat([*extra, has_nan])
+    has_nan = scores.amax(dim=1).isnan() if scores.shape[1] else scores.new_zeros(scores.shape[0])
+    numbers = torch.cat([*extra, has_nan.double()])
 
     def add(counts: Tensor) -> Tensor:
         return shard.exchange.sum(counts, "the counts of the quantiles")

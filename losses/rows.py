@@ -253,22 +253,25 @@ def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:
         dtype = torch.float64 if raw.is_floating_point() else torch.int64
         codes = _codes(rule.ignore_index, dtype, targets.device)
         return ((raw if raw.is_floating_point() else targets) == codes).sum(dim=1, dtype=torch.float64)
-    ignored = targets == rule.ignore_index
-    last = max(2, rule.num_classes) - 1
-    valid = targets.clamp(0, last) == targets
-    if 0 <= rule.ignore_index <= last:
-        valid &= ~ignored
+    is_beyond = targets >= _edges(rule.num_classes, rule.ignore_index, targets.device)  # [2, K, N]
     if raw.is_floating_point():
-        is_exact = raw == targets
-        ignored, valid = ignored & is_exact, valid & is_exact
-    second = [valid & (targets == 1), valid & (targets == 0)] if rule.num_classes == 1 else [valid]
-    return torch.stack([ignored, *second]).sum(dim=1, dtype=torch.float64)
+        is_beyond = is_beyond & (raw == targets)
+    return torch.sub(*is_beyond.sum(dim=2, dtype=torch.float64).unbind())
 
 
 @functools.lru_cache(maxsize=8)
 def _codes(ignore_index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values that a binary target may have, (3, 1); a blocking copy, so that any stream can use it."""
     return torch.tensor([[ignore_index], [1], [0]], dtype=dtype, device="cpu").to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _edges(num_classes: int, ignored: int, device: torch.device) -> Tensor:
+    """Return the starts and the ends of disjoint intervals of int64 (2, K, 1): the ignored value, then valid values."""
+    pieces = [(ignored, min(ignored + 1, 2**63 - 1))]
+    for start, end in [(1, 2), (0, 1)] if num_classes == 1 else [(0, num_classes)]:
+        pieces += [(start, ignored), (ignored + 1, end)] if start <= ignored < end else [(start, end)]
+    return torch.tensor(pieces, device="cpu").t()[:, :, None].to(device)
 
 
 def _binary_check(targets: Tensor, rule: TargetRule) -> DeviceCheck:

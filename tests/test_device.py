@@ -302,6 +302,21 @@ for step in range(3):
     attempt(f"ranking with weights {{step}}", lambda: ranking(rows, targets, sample_weight=weight))
     print("unchanged", before[-1] == (ranking.queue.position, ranking.queue.checksum.item()))
     attempt(f"ranking right {{step}}", lambda: ranking(rows, targets))
+    attempt(f"sharded {{step}}", lambda: fullrank.large.ShardedLoss(fullrank.SmoothAPLoss(1))(rows, of_rank))
+
+# Sharded, where rank 1 ignores rows, next to gathered rows
+many = torch.arange(20_000.0).mul_(0.618).frac_()[:, None]
+for to_ignore in (0, 5):
+    of_rank, results = (many[:, 0] > 0.7).long() * (many[:, 0] < 0.9), []
+    of_rank[: to_ignore * rank] = -100
+    for wrap in (lambda loss: loss, fullrank.large.ShardedLoss):
+        leaf = (many + rank * 0.1).masked_fill_((of_rank == -100)[:, None], 1e6).to(DEVICE).requires_grad_()
+        loss = wrap(fullrank.SmoothAPLoss(1, temperature=0.1))
+        loss(leaf, of_rank.to(DEVICE)).backward()
+        results.append(leaf.grad.cpu())
+    error = (results[1] - results[0]).abs().max() / results[0].abs().max()
+    print("sharded, ignored", to_ignore, error < 2e-6, results[0].abs().max() > 0, results[1][: to_ignore * rank].any())
+
 bad = torch.where(rows[:, 0] == 0, (1, 9)[rank], targets)
 attempt("other checks", lambda: softmax(inputs, bad[: 5 + rank]))
 
@@ -355,6 +370,12 @@ def test_values_that_do_not_fit_raise_the_same_on_every_rank(over_ranks: str, na
     assert ["after 2 waits: 0" in line for line in lines] == [True, True]  # the header, and the value the script reads
 
 
+def test_a_sharded_loss_leaves_out_rows_that_one_rank_ignores(over_ranks: str) -> None:
+    """Although the host reads only with the headers whether there are any."""
+    for to_ignore in (0, 5):
+        assert over_ranks.count(f"sharded, ignored {to_ignore} tensor(True) tensor(True) tensor(False)") == 2
+
+
 def test_a_ranking_loss_reads_its_checks_with_the_header(over_ranks: str) -> None:
     """In the first, the second and the third step. A wrong call enqueues nothing."""
     for step in range(3):
@@ -365,7 +386,9 @@ def test_a_ranking_loss_reads_its_checks_with_the_header(over_ranks: str) -> Non
             for name, what in (
                 ("ranking", "targets: expected 0, 1 or"),
                 ("ranking with weights", "sample_weight: exp"),
+                ("sharded", "targets: expected 0, 1 or"),
             ):
                 line = next(x for x in over_ranks.splitlines() if x.startswith(f"{name} {step} on {rank} "))
-                assert f"RankValueError SmoothAPLoss failed on rank 1: {what}" in line, line
+                call = "ShardedLoss" if name == "sharded" else "SmoothAPLoss"
+                assert f"RankValueError {call} failed on rank 1: {what}" in line, line
     assert over_ranks.count("unchanged True") == 6

@@ -205,7 +205,8 @@ def _list_positives(
 ) -> tuple[Problem, Tensor, bool]:
     """List the positives of the valid classes with their shares; return which classes are valid, (C,), and if all are.
 
-    The counts come from the list, because reducing a mask along a dimension takes as long as a pass over the bins.
+    On the host the counts come from the list, because reducing a mask along a dimension takes as long there as a pass
+    over the bins.
     Dropping the positives of invalid classes would wait for an accelerator, so there they stay with shares of 0.
     """
     num_classes = scores.shape[0]
@@ -217,7 +218,10 @@ def _list_positives(
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
         share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
         return Problem(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
-    count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
+    if positive.is_cpu:
+        count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
+    else:
+        count = positive.sum(dim=1)
     has_negatives = count < (scores.shape[1] if member is None else member.sum(dim=1))
     if weight is None:
         valid = has_negatives & (count > 0)
