@@ -251,6 +251,9 @@ class PairLoss(ContrastiveLoss):
         further = []
         if negatives is not None:
             self._check_not_gathered(group, negatives=negatives)
+            if isinstance(negatives, Tensor) and not negatives.is_floating_point():
+                fix = "If these are labels, pass labels=. If they are embeddings, use negatives.float()."
+                raise TypeError(expected("negatives", "shape (M, D) or (N, K, D) of floats", negatives, fix))
             further = [self._checked("negatives", _flattened(negatives), group)]
             check_like("negatives", further[0], queries, "queries")
         if labels is not None:

@@ -50,6 +50,9 @@ class TorchLikeLoss(SummedLoss):
 
     def _register_weights(self, **weights: Tensor | None) -> None:
         for name, weight in weights.items():
+            if isinstance(weight, str):
+                fix = "For classes of equal weight use class_weight='balanced'."
+                raise TypeError(expected(name, "a tensor or None", weight, fix))
             if weight is not None:
                 check_tensor(name, weight, "a tensor or None")
                 if weight.is_complex() or not bool((weight.isfinite() & (weight >= 0)).all()):

@@ -161,6 +161,8 @@ def test_what_does_not_go_with_balanced_weights() -> None:
         with pytest.raises(ValueError, match="reduction: expected 'mean' with balanced weights"):
             CrossEntropyLoss("balanced", reduction=reduction)
     for name in ("weight", "pos_weight"):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a tensor .*use class_weight='balanced'"):
+            BCEWithLogitsLoss(**{name: "balanced"})
         with pytest.raises(ValueError, match="class_weight: expected None next to weight or pos_weight"):
             BCEWithLogitsLoss(**{name: torch.ones(())}, class_weight="balanced")
 

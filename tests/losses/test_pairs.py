@@ -315,6 +315,7 @@ def test_what_is_refused_on_every_rank(rank: int) -> None:
         "Pass it on every rank or on none": bare._replace(negatives=None),
         "labels": bare._replace(labels=None),
         "negatives: expected rows of 4 numbers|as the queue": bare._replace(negatives=torch.zeros(3, 5).double()),
+        "negatives: expected shape .*pass labels=": bare._replace(negatives=torch.arange(9)),
         "negatives: expected torch.float64": bare._replace(negatives=torch.zeros(3, 4)),
         "mask: expected a tuple of embeddings of a guide, of queries, keys, negatives": rows._replace(
             mask=rows.mask[:2]
