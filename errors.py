@@ -116,6 +116,19 @@ def check_between(name: str, value: float, low: float, high: float, *, above: bo
     return value
 
 
+def check_share(name: str, value: float) -> float:
+    """Return ``value`` unchanged, or raise when it is not a number strictly between 0 and 1."""
+    check_number(name, value)
+    if not 0 < value < 1:
+        raise ValueError(expected(name, "a number strictly between 0 and 1", value, of_percent(value)))
+    return value
+
+
+def of_percent(value: float) -> str:
+    """Return the advice for a share that was probably given in percent; an empty text for other numbers."""
+    return f"{value:g} % is {value / 100:g}." if 1 < value <= 100 else ""
+
+
 def check_positive(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a finite number > 0."""
     check_number(name, value)

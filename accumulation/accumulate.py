@@ -32,7 +32,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_positive, expected
 from ..kernels.documents import note_token_range
 from .step import Step
-from .token_count import TokenRule, check_amounts, check_number_of_terms, counts_of, sums_of, token_rule
+from .token_count import OF_TUPLES, TokenRule, check_amounts, check_number_of_terms, counts_of, sums_of, token_rule
 from .window import Window, open_window
 from .window_sums import Terms, named
 
@@ -196,4 +196,5 @@ def _count(window: Window, count: Any, label: str) -> tuple[float, list[Tensor |
         # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
         return number, None, Words(f"{number:.17g} over all ranks")
     what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
-    raise TypeError(expected(label, what, count))
+    fix = f"For mappings pass functools.partial(count_valid_tokens, key={count!r}). {OF_TUPLES}"
+    raise TypeError(expected(label, what, count, fix if isinstance(count, str) else ""))

@@ -25,6 +25,8 @@ _HOST = torch.device("cpu")
 _ROUNDING = 1e-5
 # Keys whose name says that their labels are shifted already. "targets" and "labels" may be either.
 _SHIFTED_KEYS = frozenset({"target_tokens", "shift_labels", "shifted_labels"})
+# The advice for batches such as those of a TensorDataset.
+OF_TUPLES = "For batches that are tuples pass a function, such as count=lambda batch: (batch[1] != -100).sum()."
 
 
 def count_valid_tokens(
@@ -104,7 +106,7 @@ class TokenRule(NamedTuple):
     def check(self) -> TokenRule:
         """Return the rule itself, or raise TypeError or ValueError for bad arguments."""
         if not self.keys or not all(isinstance(key, str) for key in self.keys):
-            raise TypeError(expected("key", "a string or a tuple of strings", self.key))
+            raise TypeError(expected("key", "a string or a tuple of strings", self.key, OF_TUPLES))
         if not all(isinstance(shift, bool) for shift in self.shifts):
             raise TypeError(expected("shift", "True or False, or a tuple with one for each key", self.shift))
         if len(self.shifts) != len(self.keys):
@@ -129,7 +131,8 @@ class TokenRule(NamedTuple):
                 raise ValueError(expected("labels", "a dimension of tokens", labels, fix))
             return labels, shift
         keys = ", ".join(map(repr, self.keys))
-        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), "Pass key."))
+        fix = OF_TUPLES if isinstance(micro_batch, (tuple, list, Tensor)) else "Pass key."
+        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), fix))
 
     def token_range(self, micro_batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         """Return the least and the largest label that is not ignored, or 0, on their device; None for no labels."""

@@ -91,7 +91,8 @@ class Window(NamedTuple):
             got = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
             fix = (
                 "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. "
-                "Fill up with micro-batches of 0 rows, or without valid labels."
+                "Fill up with micro-batches of 0 rows, as fullrank.data.until_all_end(loader) does, or without "
+                "valid labels."
             )
             raise RankValueError(expected("micro_batches", "the same number on every rank", got, fix))
 

@@ -19,7 +19,7 @@ from sklearn.utils.class_weight import compute_class_weight  # type: ignore[impo
 from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
-from ..errors import check_choice, expected
+from ..errors import check_choice, check_share, expected
 from ..losses import SmoothAPLoss
 
 CS = tuple(10.0**power for power in range(-4, 5))
@@ -160,8 +160,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(expected("max_iter", "an int >= 0", self.max_iter))
         if not np.size(self.Cs):
             raise ValueError(expected("Cs", "at least one number > 0", self.Cs))
-        if not 0 < self.budget < 1:
-            raise ValueError(expected("budget", "a number strictly between 0 and 1", self.budget))
+        check_share("budget", self.budget)
         metric = OBJECTIVES[check_choice("objective", self.objective, tuple(OBJECTIVES))]
         if groups is not None and validation is not None:
             raise ValueError("groups and validation both say which rows are held out. Pass one of them.")

@@ -5,6 +5,7 @@ docs/tools/docstrings.py does the same for the site, which is made without impor
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -66,7 +67,8 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
 def _complete_signature(cls: type, bases: Iterable[type]) -> None:
     """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of Options, from its bases.
 
-    An unknown argument raises TypeError with the name of the class that is constructed, not of a base.
+    An unknown argument raises TypeError with the name of the class that is constructed, not of a base, and with the
+    argument that has the most similar name, if there is one.
     """
     init: Any = cls.__dict__.get("__init__")
     if init is None:
@@ -86,7 +88,12 @@ def _complete_signature(cls: type, bases: Iterable[type]) -> None:
         try:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{type(self).__name__}: {error}") from None
+            text = f"{type(self).__name__}: {error}"
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            for closest in difflib.get_close_matches(unknown, signature.parameters, n=1):
+                value = kwargs[unknown]
+                text += f". Use {closest}={repr(value) if isinstance(value, str) else ''} instead."
+            raise TypeError(text) from None
         init(self, *args, **kwargs)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]

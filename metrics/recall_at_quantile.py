@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import check_choice, warn
+from ..errors import check_choice, check_share, warn
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import PartialArea
 from ..losses.pooled.pool import PerClass, Pool
-from ..losses.pooled.recall_at_quantile import check_quantile
 from ..losses.rows import has_values
 from .ranking_metric import Average, RankingMetric, mass_of
 
@@ -62,7 +61,7 @@ class RecallAtQuantile(RankingMetric):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes, average, ignore_index, multi_hot, **kwargs)
-        self.quantile = check_quantile(quantile)
+        self.quantile = check_share("quantile", quantile)
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
     def compute_per_class(self, pool: Pool) -> PerClass:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...errors import check_choice, check_number, check_positive, expected
+from ...errors import check_choice, check_number, check_positive, expected, of_percent
 from ...kernels.below_levels import Carriers, below_levels, shares_below
 from ...kernels.entropic_risk import entropic_risk, tilts_of_budget
 from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
@@ -68,7 +68,9 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
     check_number("alpha", area.alpha)
     check_number("beta", area.beta)
     if not 0 <= area.alpha < area.beta <= 1:
-        raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", (area.alpha, area.beta)))
+        raise ValueError(
+            expected("alpha, beta", "0 <= alpha < beta <= 1", (area.alpha, area.beta), of_percent(area.beta))
+        )
     if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
     check_choice("surrogate", area.surrogate, get_args(Surrogate))

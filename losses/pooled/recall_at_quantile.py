@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...errors import check_choice, check_number, expected
+from ...errors import check_choice, check_share
 from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
@@ -122,14 +122,6 @@ def recall_at_quantile(
     return reduce_values(per_class, reduction, pool.scores.dtype)
 
 
-def check_quantile(quantile: float) -> float:
-    """Return ``quantile`` unchanged, or raise ValueError when it is not strictly between 0 and 1."""
-    check_number("quantile", quantile)
-    if not 0 < quantile < 1:
-        raise ValueError(expected("quantile", "a number strictly between 0 and 1", quantile))
-    return quantile
-
-
 def _form(surrogate: str | None, **arguments: object) -> str:
     """Return the surrogate; None is that which uses the ``arguments``, those of ``_USED_BY``."""
     is_used = any(arguments[name] != default for name, (_, default) in _USED_BY.items())
@@ -140,7 +132,7 @@ def _checked_form(
     surrogate: str | None, quantile: float, temperature: float | None, interpolation: str, threshold_gradient: bool
 ) -> str:
     """Return the surrogate, or raise TypeError or ValueError for arguments that define no loss."""
-    check_quantile(quantile)
+    check_share("quantile", quantile)
     check_choice("quantile_interpolation", interpolation, INTERPOLATIONS)
     check_choice("surrogate", surrogate, (None, *get_args(Surrogate)))
     used: dict[str, object] = {"temperature": temperature, "quantile_interpolation": interpolation}

@@ -128,7 +128,7 @@ OPENINGS = {
     "generator": changed("batches", iter, "TypeError", "with a length, got a list_iterator. The window is read before"),
     "one mapping": changed("batches", lambda window: window[0], "TypeError", "Pass [batch] for one batch."),
     "no micro-batch": passed("batches", [], "ValueError", "expected at least one micro-batch on every rank, got none."),
-    "unequal, each": changed("batches", _two, "ValueError", "every rank, got 3 on rank 0, 2 on rank 1.", sync="each"),
+    "unequal, each": changed("batches", _two, "ValueError", "0 rows, as fullrank.data.until_all_end(", sync="each"),
     "unequal": changed("batches", _two, "ValueError", "2 on rank 1"),
     "missing key": changed("batches", lambda window: [{}] * 3, "ValueError", "expected one of the keys 'labels'"),
     "float labels": changed("batches", _labels(Tensor.float), "TypeError", "labels: expected integers"),

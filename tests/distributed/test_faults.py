@@ -28,6 +28,7 @@ from workers import class_of, process_context
 
 import fullrank
 from fullrank.distributed import exchange
+from fullrank.metrics import RecallAtQuantile
 
 
 @functools.cache
@@ -227,11 +228,11 @@ def fewer_steps_then_gone(rank: int) -> None:
 
 
 def validates_alone(rank: int) -> None:
-    """All ranks but one validate; with ``gather_distributed=False`` they would not wait for it."""
-    loss = fullrank.RecallAtQuantileLoss(num_classes=1, quantile=0.3)
-    loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+    """All ranks but one validate; with ``sync_on_compute=False`` they would not wait for it."""
+    metric = RecallAtQuantile(num_classes=1, quantile=0.3)
+    metric.update(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
     if rank != DOOMED:
-        loss.eval()(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
+        metric.compute()
 
 
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
@@ -381,9 +382,17 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
             "all_gather_with_grad: the reduce-scatter of the gradients, in the backward, failed.",
         ),
         (killed_among_reasons, -signal.SIGKILL, "SmoothAPLoss: the exchange of what went wrong failed."),
-        (fewer_steps, 0, "such as in validation, sets gather_distributed=False on its losses."),
+        (
+            fewer_steps,
+            0,
+            "use fullrank.data.until_all_end. A rank that works alone, such as in validation, sets gather_",
+        ),
         (fewer_steps_then_gone, 0, "SmoothAPLoss: the all-gather of the headers failed."),
-        (validates_alone, 0, "RecallAtQuantileLoss: the all-gather of the headers failed."),
+        (
+            validates_alone,
+            0,
+            "sets gather_distributed=False on its losses. It makes its metrics with sync_on_compute=Fa",
+        ),
     ],
 )
 def test_a_rank_that_is_killed_elsewhere_or_falls_silent(scenario: Any, exit_code: int, text: str) -> None:

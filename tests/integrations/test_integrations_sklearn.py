@@ -208,6 +208,12 @@ def test_arguments_that_do_not_fit(rows: Rows, name: str, value: Any) -> None:
         AveragePrecisionClassifier(**{name: value}).fit(rows[0][:200], rows[1][:200])
 
 
+@pytest.mark.parametrize(("budget", "advice"), [(5, r" 5 % is 0\.05\."), (100, r" 100 % is 1\."), (101, ""), (1.0, "")])
+def test_a_budget_in_percent(rows: Rows, budget: float, advice: str) -> None:
+    with pytest.raises(ValueError, match=rf"between 0 and 1, got {budget}\.{advice}$"):
+        AveragePrecisionClassifier(budget=budget).fit(rows[0][:200], rows[1][:200])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -447,9 +447,11 @@ BAD_ARGUMENTS = [
     (BOTH, ValueError, "average: expected 'macro' or None, got 'micro'", [{"average": "micro"}]),
     (BOTH, ValueError, "unheard_of", [{"unheard_of": 1}]),
     (RECALL, ValueError, "quantile: expected a number strictly b", [{"quantile": q} for q in (0, 1, -0.1, math.nan)]),
+    (RECALL, ValueError, r"quantile: .* got 5\. 5 % is 0\.05\.$", [{"quantile": 5}]),
     (RECALL, ValueError, "quantile_interpolation: expected one of 'linear'", [{"quantile_interpolation": "cubic"}]),
     (PAUC, ValueError, AREA, [{"alpha": a, "beta": 0.5} for a in (-0.1, 0.5, 0.6, math.nan)]),
     (PAUC, ValueError, AREA, [{"alpha": 0.5, "beta": b} for b in (1.1, math.nan)]),
+    (PAUC, ValueError, r"alpha, beta: .* got \(1, 2\.5\)\. 2\.5 % is 0\.025\.$", [{"alpha": 1, "beta": 2.5}]),
     (PAUC, ValueError, "budget_basis: expected one of 'fpr', 'population'", [{"budget_basis": "rows"}]),
 ]
 
