@@ -19,6 +19,7 @@ _FEW_ROWS = 16  # with fewer rows the range of the scores does not tell probabil
 _COPIED_ROWS = 16  # of one rank, and at least two calls: few rows of few values may be equal by chance
 _FEWEST = 10  # rows above a threshold: with 5 or fewer pairs in a band lost in benchmarks/own_metric.py, with 13 not
 _WIDE = 0.5  # scores in [0, 1] with a smaller range may be those of an untrained network
+_WIDE_CALLS = 2  # with such scores, and none with a score outside of [0, 1]: logits may lie in it by chance
 _FEW_POSITIVES = 20  # with fewer, all of them may have no gradient by chance
 _NO_GRADIENT = 1e-6  # times the largest gradient of the class; a gradient up to it counts as none
 _MANY = 0.99  # the share of live positives without a gradient above which a hint is due
@@ -84,7 +85,8 @@ class Hints:
         self._loss = loss
         self._warned: set[str] = set()
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
-        self._copied_calls = self._copied_rows = 0
+        self._copied_calls = self._copied_rows = self._wide_calls = 0
+        self._are_logits = False  # whether a score has been outside of [0, 1]
         self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []  # each with what to call when it is there
 
     def __getstate__(self) -> dict[str, object]:
@@ -132,7 +134,7 @@ class Hints:
         self.observe_valid(per_class.valid, NO_CLASS)
         if not self._looks_for_all:
             return
-        if live.logits.shape[0] >= _FEW_ROWS and "probabilities" not in self._warned:
+        if live.logits.shape[0] >= _FEW_ROWS and not self._are_logits and "probabilities" not in self._warned:
             self._read(torch.stack(live.logits.detach().aminmax()), self._check_range)
         if setting.temperature is None or "gradient" in self._warned:
             return
@@ -180,7 +182,9 @@ class Hints:
 
     def _check_range(self, ends: list[float]) -> None:
         low, high = ends
-        if low >= 0 and high <= 1 and high - low > _WIDE:
+        self._are_logits |= low < 0 or high > 1
+        self._wide_calls += high - low > _WIDE
+        if not self._are_logits and self._wide_calls == _WIDE_CALLS:
             self.warn_once(
                 "probabilities",
                 f"all scores lie between 0 and 1 ({low:.3g} to {high:.3g}). If they are probabilities, pass the logits "

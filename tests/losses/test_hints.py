@@ -234,6 +234,30 @@ def test_a_network_before_its_training_may_score_between_0_and_1():
     assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
 
 
+@pytest.mark.parametrize(
+    ("inside", "number"),
+    [
+        ({1}, 0),  # an untrained network whose scores happen to be positive
+        ({16}, 0),  # a batch of a long run
+        ({8, 16, 32}, 0),
+        ({1, 2}, 1),
+        ({*range(1, 33)} - {2, 3, 4}, 0),
+        ({*range(1, 33)} - {3}, 1),  # calls 1, 2, 4, 8, ... are looked at
+    ],
+)
+def test_logits_between_0_and_1_in_some_calls_are_no_probabilities(inside, number):
+    """The scores of the other calls are logits."""
+    texts = texts_of(AP(), 40, lambda step: draw(step).sigmoid() if step + 1 in inside else draw(step))
+    assert len(texts) == number
+
+
+def test_probabilities_of_a_network_that_is_untrained_at_first_warn_later():
+    """The control: the same scores, lower by 0.6."""
+    for shift, number in ((0.0, 1), (-0.6, 0)):
+        texts = texts_of(AP(), 40, lambda step, shift=shift: (0.1 * (step + 1) * draw(step)).sigmoid() + shift)
+        assert len(texts) == number
+
+
 def test_a_small_last_batch_does_not_warn():
     loss = RecallAtQuantileLoss(1, quantile=0.05, temperature=1.0, surrogate="sigmoid")
     for rows in (ROWS, ROWS, 24) * 3:
