@@ -15,10 +15,8 @@ hour on one core and writes class_weights.json. A run that starts again takes fi
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import torch
 from intervals import OverSets
 from real import LARGE, QUICK, SHARE, WEIGHTED, chosen
 from real_data import BINARY, describe, missing
@@ -40,12 +38,7 @@ FEW = 100  # the budget of the second figure
 def main() -> None:
     """Run, print, write."""
     script = Run(__doc__, "class_weights")
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
-    options = script.start()
-    if (absent := missing()) is not None:
-        script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
-    torch.set_num_threads(1)
-    cache = Cache(options.cache)
+    cache, options = Cache.start(script, missing()), script.options
     sets, rates, splits, steps = QUICK if options.quick else (SETS, RATES, SPLITS, STEPS)
     budgets = [sum(step <= FEW for step in steps), len(steps)]
     table: list[Record] = []

@@ -255,9 +255,7 @@ def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "code_search")
     script.parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
-    options = script.start()
-    torch.set_num_threads(1)
+    cache, options = Cache.start(script), script.options
     quick = options.quick
     found = read(150 if quick else MOST_FILES)
     functions = Functions.of([one.body for one in found], [one.path for one in found])
@@ -269,7 +267,6 @@ def main() -> None:
     print(about, flush=True)
     real = agreement(pairs, 2 if quick else REAL_STEPS)
     print_records("Micro-batches on real processes against one process with all rows: relative difference", real)
-    cache = Cache(options.cache)
 
     def run(seed: int, cell: Cell, rate: float) -> Record:
         some = repeated if cell.extra in ("repeats", "labels") else pairs

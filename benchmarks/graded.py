@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -101,12 +100,9 @@ def main() -> None:
     """Measure, print, write."""
     script = Run(__doc__, "graded")
     script.parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
-    options = script.start()
-    torch.set_num_threads(1)
+    cache, options = Cache.start(script), script.options
     seeds, steps, test_pairs = (2, 2, 100) if options.quick else (options.seeds, STEPS, TEST_PAIRS)
     pairs = Pairs.of(read(150 if options.quick else MOST_FILES))
-    cache = Cache(options.cache)
 
     def run(seed: int, loss: str, rate: float) -> float:
         make = partial(train, pairs, seed, loss, rate, steps, test_pairs)

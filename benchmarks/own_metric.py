@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from figures import BLUE, LINE, ORANGE, panels_of
 from figures import save as save_figure
 from real import CE, FOUR, LARGE, SAMPLER, SEEN, SUM, WEIGHTED, Found, Size, against, cells, compare, markdown, of_sets
@@ -156,13 +155,9 @@ def main() -> None:
     """Run, print, write."""
     script, tables = Run(__doc__, "own_metric"), ("losses", "pools", "budgets")
     script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
     script.parser.add_argument("--part", default="1/1", help="which of how many parts of the runs to make")
-    options = script.start()
-    if (absent := missing()) is not None:
-        script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
-    torch.set_num_threads(1)
-    (of_losses, of_pools, of_budgets), cache = QUICK if options.quick else FULL, Cache(options.cache)
+    cache, options = Cache.start(script, missing()), script.options
+    of_losses, of_pools, of_budgets = QUICK if options.quick else FULL
     jobs: dict[Job, Layout | Few | None] = {}
     if "losses" in options.tables:
         jobs |= {Job(name, method, *of_losses[1:]): None for name in of_losses.sets for method in (*BASES, *OWN)}

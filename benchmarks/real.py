@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from figures import BLUE, LINE, MUTED, ORANGE, panels_of, save
 from intervals import OverSets
 from real_data import BINARY, describe, missing, print_sets
@@ -216,12 +215,8 @@ def main() -> None:
     """Run, print, write."""
     script, tables = Run(__doc__, "real"), ("binary", "thinned")
     script.parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
-    options = script.start()
-    if (absent := missing()) is not None:
-        script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
-    torch.set_num_threads(1)
-    size, cache = QUICK if options.quick else FULL, Cache(options.cache)
+    cache, options = Cache.start(script, missing()), script.options
+    size = QUICK if options.quick else FULL
     large = [name for name in size.sets if name in LARGE]
     plan = [(size.sets, METHODS, None)] if "binary" in options.tables else []
     plan += [(large, THINNED, SHARE)] if "thinned" in options.tables else []

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from real_data import Splits, split, thinned
+from report import Run
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_curve
 from torch import Tensor, nn
@@ -68,6 +69,16 @@ class Cache:
             for line in path.read_text().splitlines():
                 record = json.loads(line)
                 self.known[record["key"]] = record["result"]
+
+    @classmethod
+    def start(cls, script: Run, missing: str | None = None) -> Cache:
+        """Start ``script`` with the option ``--cache`` on one thread; exit if it needs what is ``missing``."""
+        script.parser.add_argument("--cache", type=Path, help="file of finished runs, one line of JSON each")
+        options = script.start()
+        if missing is not None:
+            script.parser.exit(0, f"{script.parser.prog}: {missing}\n")
+        torch.set_num_threads(1)
+        return cls(options.cache)
 
     def get(self, key: Sequence[Any], compute: Callable[[], Any]) -> Any:
         """Return the result of the run called ``key``, from the file or from ``compute``."""

@@ -14,10 +14,8 @@ extra.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import torch
 from intervals import paired
 from real_data import CLASSES, describe, missing
 from real_runs import CLASS_STEPS, Cache, run_classes
@@ -32,12 +30,7 @@ def main() -> None:
     """Run, print, write."""
     script = Run(__doc__, "several_classes")
     script.parser.add_argument("--seeds", type=int, default=10, help="number of seeds (default: 10)")
-    script.parser.add_argument("--cache", type=Path, help="file of finished runs")
-    options = script.start()
-    if (absent := missing()) is not None:
-        script.parser.exit(0, f"{script.parser.prog}: {absent}\n")
-    torch.set_num_threads(1)
-    cache = Cache(options.cache)
+    cache, options = Cache.start(script, missing()), script.options
     names, seeds, steps = (("segment",), 2, 4) if options.quick else (tuple(CLASSES), options.seeds, CLASS_STEPS)
     table, base = [], np.empty(0)
     for method in METHODS:

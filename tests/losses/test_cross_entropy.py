@@ -167,6 +167,17 @@ def test_what_does_not_go_with_balanced_weights() -> None:
             BCEWithLogitsLoss(**{name: torch.ones(())}, class_weight="balanced")
 
 
+def test_the_least_losses_of_probabilities_in_the_place_of_logits() -> None:
+    """Of the page of troubleshooting: all probabilities are right, and 1 % of the rows are positives."""
+    targets, classes_of = (torch.arange(1000) % 100 == 0).long(), torch.arange(100) % 10
+    found = [
+        BCEWithLogitsLoss()(targets.double(), targets),
+        BCEWithLogitsLoss(class_weight="balanced")(targets.double(), targets),
+        CrossEntropyLoss()(nn.functional.one_hot(classes_of, 10).double(), classes_of),
+    ]
+    assert [round(float(loss), 2) for loss in found] == [0.69, 0.5, 1.46]
+
+
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])
 def test_sample_weights_become_the_counts(kind: str) -> None:
     logits, given, weight = normal(37, 5), normal(37, seed=6).abs(), normal(5, seed=4).abs()
