@@ -26,7 +26,7 @@ _ROUNDING = 1e-5
 # Keys whose name says that their labels are shifted already. "targets" and "labels" may be either.
 _SHIFTED_KEYS = frozenset({"target_tokens", "shift_labels", "shifted_labels"})
 # The advice for batches such as those of a TensorDataset.
-OF_TUPLES = "For batches that are tuples pass a function, such as count=lambda batch: (batch[1] != -100).sum()."
+OF_TUPLES = "For batches that are tuples accumulate takes a function: count=lambda batch: (batch[1] != -100).sum()."
 
 
 def count_valid_tokens(
