@@ -33,7 +33,11 @@ from .torch_private import all_gather_flat, reduce_scatter_flat
 all_reduce_flat = dist.all_reduce
 
 ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
-SAME_STEPS = "If the loaders of the ranks have different numbers of batches, use fullrank.data.until_all_end."
+# The advice where a rank makes no call, or another one, than the others.
+OTHER_CALLS = (
+    f"If the loaders of the ranks have different numbers of batches, use fullrank.data.until_all_end. {ALONE} "
+    "It makes its metrics with sync_on_compute=False."
+)
 ALIGN = 16  # bytes of the widest dtype, complex128
 
 
@@ -240,6 +244,6 @@ def errors_naming(call: str, what: str, cause: Exception | None = None) -> Itera
 def _collective_error(call: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
-        f"the timeout of the process group: look into the log of each rank for the first error. {SAME_STEPS} "
-        f"{ALONE} It makes its metrics with sync_on_compute=False. {error}"
+        f"the timeout of the process group: look into the log of each rank for the first error. {OTHER_CALLS} "
+        f"{error}"
     )

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import ALONE, SAME_STEPS, WITH_GRADIENT, errors_naming, gather_flat
+from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, errors_naming, gather_flat
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
@@ -453,7 +453,7 @@ def disagreement(
     by_rank = {rank: texts for rank, texts in zip(ranks, facts) if texts is not None}
     known, unknown = list(by_rank.values()), [rank for rank in ranks if rank not in by_rank]
     call, keys = known[0]["call"], list(dict.fromkeys(key for texts in known for key in texts))
-    advice = {"call": f"{_SAME_CALLS} {SAME_STEPS}", **(advice or {})}
+    advice = {"call": f"{_SAME_CALLS} {OTHER_CALLS}", **(advice or {})}
     if len({texts["call"] for texts in known}) > 1:
         call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
     values = {key: [texts.get(key, "nothing") for texts in known] for key in keys}

@@ -18,6 +18,7 @@ import fullrank
 from fullrank.distributed import group
 from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
 from fullrank.large import ShardedLoss
+from fullrank.metrics import RecallAtQuantile
 
 # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,11 @@ def test_a_process_alone_reads_the_checks_of_its_arguments() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("SmoothAPLoss", "SoftmaxFocalLoss"), ("all_gather_no_grad", "SmoothAPLoss"), ("SoftmaxFocalLoss", "gather_rows")],
+    [
+        ("SmoothAPLoss", "SoftmaxFocalLoss"),
+        ("all_gather_no_grad", "SmoothAPLoss"),
+        ("SoftmaxFocalLoss", "RecallAtQuantile.compute"),
+    ],
 )
 @on_ranks()
 def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -> None:
@@ -131,12 +136,13 @@ def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -
         "SmoothAPLoss": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
         "SoftmaxFocalLoss": lambda: fullrank.SoftmaxFocalLoss()(logits, targets),
         "all_gather_no_grad": lambda: fullrank.all_gather_no_grad(logits),
-        "gather_rows": lambda: fullrank.gather_rows(logits),
+        "RecallAtQuantile.compute": lambda: RecallAtQuantile(2).compute(),
     }
     error, text = error_of(calls[names[rank == 1]])
     assert error == "RuntimeError"
     assert text.startswith("ranks: expected the same on every rank, got call: ")
     assert "Every rank must make the same calls in the same order. If the loaders of the ranks have different" in text
+    assert text.endswith("It makes its metrics with sync_on_compute=False.")
     assert all(name in text for name in names)
     assert fullrank.all_gather_no_grad(torch.tensor([float(rank)]))[1] == 1.0  # the next call works
 
