@@ -227,11 +227,12 @@ def anchors_at_once(candidates: Tensor, fewest: int | None = None) -> int:
 
 
 def exponentials_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm (b,) of the sum of exp of (b, K), the lowest finite number where all are -inf, and a factor.
+    """Return the logarithm (b,) of the sum of exp of (b, K), and a factor.
 
+    The logarithm is half the lowest number where all are -inf, so that its differences from other scores are finite.
     The scores become their softmax over K but for the factor (b,): zeros where all are -inf.
     """
-    most = scores.amax(dim=1).clamp_min(torch.finfo(scores.dtype).min)
+    most = scores.amax(dim=1).clamp_min(torch.finfo(scores.dtype).min / 2)
     total = scores.sub_(most[:, None]).exp_().sum(dim=1)
     total = total.clamp_min(1.0)  # at least that of the largest
     return most + total.log(), 1 / total

@@ -16,7 +16,7 @@ from ...distributed.exchange import Exchange, check_rows, describe_rows
 from ...distributed.gather import gather_after
 from ...distributed.header import Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
-from ...errors import RankRuntimeError, check_amount, check_positive, check_temperature, expected
+from ...errors import RankRuntimeError, Words, check_amount, check_positive, check_temperature, expected
 from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
@@ -263,7 +263,8 @@ class PairLoss(ContrastiveLoss):
             return _Pairs(keys, queries, labels, None, None), further
         names = "queries", "keys", *(["negatives"] if further else [])
         if not isinstance(mask, (tuple, list)) or len(mask) != len(names):
-            raise TypeError(expected("mask", f"a tuple of embeddings of a guide, of {', '.join(names)}", mask))
+            got = Words(f"{len(mask)} of them" if isinstance(mask, (tuple, list)) else f"a {type(mask).__name__}")
+            raise TypeError(expected("mask", f"a tuple of embeddings of a guide, of {', '.join(names)}", got))
         guides: list[Tensor] = []
         for name, guide, rows in zip(names, mask, (queries, keys, *further)):
             self._check_not_gathered(group, mask=guide)
@@ -318,7 +319,8 @@ class PairLoss(ContrastiveLoss):
         weighs, (N,) float64.
         """
         total = grad_scale = grad_bias = rows[0].new_zeros((), dtype=torch.float64)
-        for part in (masks[0].guides, masks[0].limit):  # a guide that is not finite is more similar than nothing
+        # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
+        for part in (masks[0].guides, masks[0].limit, *rows[2:]):
             total = total if part is None else total + 0.0 * part.sum(dtype=torch.float64)
         grad_own: list[Tensor | None] = [None] * len(rows)
         grad_all: list[Tensor | None] = [None] * len(rows)
@@ -329,7 +331,7 @@ class PairLoss(ContrastiveLoss):
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
-            value_back, slope_back = back(scores[:, square].t().contiguous(), place)
+            value_back, slope_back = back(scores[:, square].clone().t(), place)
             value, slope = one_way(scores, place)
             slope[:, square] += slope_back.t()
             return value + value_back, slope

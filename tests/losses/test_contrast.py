@@ -320,6 +320,14 @@ def test_a_tiny_temperature_gives_no_negative_loss() -> None:
     assert 0 <= SupConLoss(1e-6)(rows.repeat(2, 1), torch.arange(64).repeat(2)) < 1e-6
 
 
+@pytest.mark.parametrize("size", [1e30, 1e31])
+def test_large_scores_and_rows_without_a_pair_give_a_finite_loss(size: float) -> None:
+    """Also where a score divided by the temperature is nearly the largest number."""
+    rows, labels = normal(6, 3).detach() * size**0.5, torch.tensor([0, 0, 1, 2, 3, 4])
+    loss = SupConLoss(normalize=False)
+    assert_close(loss(rows.float(), labels), loss(rows, labels).float(), rtol=1e-5, atol=0)
+
+
 def test_the_scale_is_clamped_and_comes_back() -> None:
     """Above the limit its gradient is 0, unless a step along it lowers the scale."""
     queries = torch.eye(6).double()

@@ -189,6 +189,18 @@ def test_processes_are_the_textbook_formula(rank: int, kind: str) -> None:
         loss.queue.assert_synchronized()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+def test_one_pair_in_all_is_the_textbook_formula(rank: int, kind: str) -> None:
+    """With negatives and a queue, on another rank in each step."""
+    loss, queue, world_size = make(kind), NO_ROWS, dist.get_world_size()
+    for step in range(3):
+        of_rank, counts = rank == step % world_size, split(9, world_size, step)
+        parts = slice(0, int(of_rank)), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        rows = draw(step, ["negatives"], pairs=1)
+        queue = compare(loss, rows, rows.part(*parts), parts, queue, world_size)
+
+
 @on_ranks()
 def test_no_negatives_on_any_rank_and_collectives(rank: int) -> None:
     """Negatives take a gather and a reduce-scatter more than pairs alone, and the backward takes none."""
@@ -218,6 +230,19 @@ def test_a_guide_that_is_not_finite_makes_the_loss_nan_on_every_rank(rank: int, 
         mask[place][-1] = odd if rank == last else 1.0
         for _ in range(2):
             assert rows._replace(mask=tuple(mask)).call(loss).isnan() == (odd != 1.0)  # the control: finite ones
+
+
+@pytest.mark.parametrize("kind", ["one way", "siglip"])
+@on_ranks()
+def test_a_negative_that_is_left_out_makes_the_loss_nan_too(rank: int, kind: str) -> None:
+    """One of the last rank that the guide leaves out for all queries: its gradient would be NaN with a finite loss."""
+    rows, guide = draw(rank), torch.eye(2).double()
+    guides = guide[:1].expand(14, 2), guide[1:].expand(14, 2), guide[:1].expand(9, 2)
+    for odd in (math.nan, math.inf, 1.0):
+        negatives = rows.negatives.detach().clone()
+        negatives[0, 1] = odd if rank == dist.get_world_size() - 1 else 1.0
+        found = rows._replace(mask=guides, negatives=negatives).call(make(kind))
+        assert found.isnan() == (odd != 1.0)  # the control: finite ones
 
 
 @pytest.mark.parametrize("kind", ["one way", "siglip"])
@@ -320,6 +345,7 @@ def test_what_is_refused_on_every_rank(rank: int) -> None:
         "mask: expected a tuple of embeddings of a guide, of queries, keys, negatives": rows._replace(
             mask=rows.mask[:2]
         ),
+        "mask: expected a tuple .* got a Tensor": rows._replace(mask=rows.keys.detach()),
         "mask of negatives: expected 9 rows": rows._replace(mask=(*rows.mask[:2], rows.mask[2][:3])),
         "mask of keys: expected rows of 3": rows._replace(mask=(rows.mask[0], rows.keys.detach(), rows.mask[2])),
         r"labels: expected shape \(14,\) or \(14, 1\), one entry per row of queries": bare._replace(
