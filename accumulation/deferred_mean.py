@@ -407,18 +407,13 @@ class _SumStep(Step):
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
         """Back-propagate the sum of a micro-batch, or store the error of ``fn`` for the closing header."""
         self._before = None  # a loss that has back-propagated itself is divided with the rest
-        forwards: list[bool] = []
-        hook = self._window.model.register_forward_hook(lambda *_: forwards.append(True))
         try:
-            with hook:
-                result = fn(micro_batch)
+            result = fn(micro_batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(expected(f"fn of micro-batch {self._index}", "a pair (loss_sum, n)", result))
             _refuse_terms(result[0])
         except Exception as error:
-            if self._window.is_lockstep and not forwards:
-                raise  # in no header: the others communicate in the forward that this rank has not run
-            self._store_or_raise(error, runs_backward=False)
+            self._store_or_raise(error, is_due=True)
         else:
             self.backward(result[0], num_items=result[1])
 

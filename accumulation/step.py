@@ -2,8 +2,9 @@
 
 The closing header comes before the last backward. This is the last point at which all ranks can raise the same error,
 because DDP has not begun to reduce. A rank must not raise earlier: the others may be several micro-batches away from
-any exchange. It stores the error, runs a backward of zeros instead, and continues. Ranks outside the group, such as
-those of tensor parallelism, do not see the error.
+any exchange. It stores the error and continues. Where the others communicate in their backward, it back-propagates
+zeros from what the model has returned. Ranks outside the group, such as those of tensor parallelism, do not see the
+error.
 
 A loss that back-propagates itself reduces in its own backward. Its factor m / N is needed before that, so
 ``Step.factor`` exchanges the closing header when it is read in the last micro-batch. What is known only later, the loss
@@ -20,11 +21,19 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
-from ..distributed.torch_private import is_mean, is_over_ranks, not_compiled
+from ..distributed.torch_private import (
+    back_propagate_zeros,
+    backward_is_running,
+    is_mean,
+    is_over_ranks,
+    not_compiled,
+    tensors_with_graph,
+)
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
@@ -54,6 +63,10 @@ class Step:
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
         self._num_added: Tensor | None = None  # of elements of them, before the call for it
         self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
+        # What the wrapped modules have returned in this micro-batch, if the ranks wait for each other in its backward;
+        # and whether a backward has begun there.
+        self._outputs: list[GradientEdge] = []
+        self._has_run = False
         self._error: Exception | None = None  # the first one, for the closing header
         self._is_agreed = False  # whether the header before the last backward was exchanged
         self._is_closed = False  # whether no header follows
@@ -97,8 +110,8 @@ class Step:
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
             since the window began, every rank raises that error there, and the gradients of the model are discarded. A
-            rank raises alone only if the others wait for a backward that it cannot run: one whose loss has no graph,
-            under FSDP2 or ``sync="each"``.
+            rank raises alone only if it has run no forward of the model where the others communicate in theirs or in
+            their backward, as under FSDP2 or ``sync="each"``.
         """
         share = self._scale(loss, num_items, weights, others_prepare=False)
         self._num_backward += 1
@@ -187,7 +200,7 @@ class Step:
                 self._check_sum(where, loss_sum, term)
             self._sums.add(self._index, term, value, weight)
         except Exception as error:
-            self._store_or_raise(error, runs_backward=True)
+            self._store_or_raise(error, is_due=False)
 
     def _begin_own_backward(self) -> None:
         """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
@@ -229,7 +242,7 @@ class Step:
             is_whole = not isinstance(loss, Mapping) or self._recorded.union(given) >= self._terms.numbers.keys()
             can_run = is_whole and all(map(has_graph, given.values())) and (self._is_last or self._is_prepared)
             can_run = can_run and self._num_calls == 1
-            self._store_or_raise(error, runs_backward=self._num_calls > 1 or can_run)
+            self._store_or_raise(error, is_due=self._num_calls == 1 and not can_run)
             # Back-propagate zeros, through the graph if there is one: the others may communicate in their backward.
             zeros = [each.sum() * 0 for each in given.values()] if can_run else []
             share = sum(zeros[1:], zeros[0]) if zeros else torch.zeros((), requires_grad=True)
@@ -290,9 +303,15 @@ class Step:
             switched.callback(setattr, self, "_index", -1)
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
+            if window.is_lockstep and window.ranks is not None:
+                wrappers = window.wrappers
+                for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
+                    switched.callback(module.register_forward_hook(self._note_outputs).remove)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
+                self._has_run = False
+                self._outputs.clear()
                 self._recorded.clear()
                 self._used = window.switch(index)
                 yield self, micro_batch
@@ -306,10 +325,9 @@ class Step:
                         "or step.record(loss_sum) for a loss that back-propagates itself."
                     )
                     text = expected(f"micro-batch {index}", "one backward", self._num_backward, fix)
-                    ran = self._num_backward > 0 or bool(self._recorded)
-                    self._store_or_raise(RuntimeError(text), runs_backward=ran)
+                    self._store_or_raise(RuntimeError(text), is_due=not (self._num_backward or self._recorded))
                 elif is_own and self._is_last and not self._has_used_ddp():
-                    self._store_or_raise(unseen_forward("loss"), runs_backward=True)
+                    self._store_or_raise(unseen_forward("loss"), is_due=False)
                 if self._is_last and not self._is_closed:
                     self._close_window()  # the last call of backward was left out, or its header came too early
             if not (self._is_prepared or all(window.wrappers.forwards_seen)):
@@ -403,15 +421,35 @@ class Step:
         whole = self._terms.numbers[term] == sum(window.num_micro_batches)
         return whole if counts is None else bool(counts[self._index] == 1)
 
-    def _store_or_raise(self, error: Exception, *, runs_backward: bool) -> None:
-        """Store ``error`` for the closing header; raise it if none follows, or if the others wait for a backward."""
-        reduces = self._is_agreed and bool(self._window.wrappers.ddp or self._window.wrappers.fsdp)
-        hangs = (reduces or (self._window.is_lockstep and not self._is_last)) and not runs_backward
-        if self._window.ranks is None or self._is_closed or hangs:
+    def _note_outputs(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """Note where the backward of a forward begins."""
+        if torch.compiler.is_compiling() or backward_is_running():  # a checkpoint recomputes a forward
+            return
+
+        def note(grad: Tensor) -> None:
+            self._has_run = True
+
+        for tensor in tensors_with_graph(outputs):
+            self._outputs.append(get_gradient_edge(tensor))
+            tensor.register_hook(note)
+
+    def _store_or_raise(self, error: Exception, *, is_due: bool) -> None:
+        """Store ``error`` for the closing header; raise it if none follows, or if this rank cannot get there.
+
+        If the backward of the micro-batch ``is_due``, and the others communicate in theirs, zeros are back-propagated.
+        """
+        window, wrappers = self._window, self._window.wrappers
+        is_due = is_due and not self._has_run
+        reduces = self._is_agreed and bool(wrappers.ddp or wrappers.fsdp)
+        is_awaited = is_due and (reduces or (window.is_lockstep and not self._is_last))
+        hangs = is_due and not self._outputs and (is_awaited or wrappers.is_lockstep)
+        if window.ranks is None or self._is_closed or hangs:
             if not self._is_closed:
                 self._abandon()
             raise error
         self._error = self._error or error
+        if is_awaited:
+            back_propagate_zeros(self._outputs)
 
     def _close_window(self, *, is_early: bool = False) -> None:
         """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,9 +14,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError
 
@@ -167,6 +169,18 @@ def loss_parallel_is_active() -> bool:
 def backward_is_running() -> bool:
     """Return True while a backward pass runs, in which activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1
+
+
+def tensors_with_graph(outputs: object) -> list[Tensor]:
+    """Return the plain tensors with a graph in what a module returns; FSDP2 looks for them in the same way."""
+    return [leaf for leaf in tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad]
+
+
+def back_propagate_zeros(edges: Sequence[GradientEdge]) -> None:
+    """Run the backward of ``edges``, of which nobody has to hold the tensors any more, with gradients of zero."""
+    kinds = [edge.node._input_metadata[edge.output_nr] for edge in edges]
+    zeros = [torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for kind in kinds]
+    torch.autograd.backward(edges, zeros)
 
 
 # On lists of tensors, in few kernels if the device has them: the p-norm of each, with powers summed in ``dtype``;

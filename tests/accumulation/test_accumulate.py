@@ -209,6 +209,7 @@ def test_switches_after_a_loop_that_was_left_and_is_kept(rank: int, kind: str, d
     assert switches(model) != before
     if discards:
         discard_gradients_(model)
+        assert next(loop, None) is None  # it has ended
     assert (switches(model) == before) == discards
     run_window(model, batches)
     assert switches(model) == before

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from batches import IGNORED, Batch, all_batches, make_window, num_valid
 from collective_counter import CollectiveCounter
 from on_ranks import common_error, on_ranks
-from subjects import HIDDEN, NUM_FEATURES, Model, by_hand, error, gradient, reduced, wrap
+from subjects import HIDDEN, NUM_FEATURES, Model, by_hand, error, gradient, mesh_of, reduced, wrap
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from fullrank import accumulate, count_valid_tokens
 from fullrank.accumulation.accumulate import MAX_TERMS
@@ -146,6 +147,14 @@ def test_names_have_the_collectives_of_one_count(rank: int) -> None:
     assert counter.total == 2
 
 
+def with_heads_apart(kind: str) -> nn.Module:
+    model = TwoHeads()
+    if kind == "fsdp2":
+        for head in (model.down, model.mtp):
+            fully_shard(head, mesh=mesh_of(kind))
+    return wrap(model, kind)
+
+
 def _other(losses: dict[str, Tensor]) -> dict[str, Any]:
     return {"loss": losses | {"kl": losses["ce"]}}
 
@@ -153,6 +162,8 @@ def _other(losses: dict[str, Tensor]) -> dict[str, Any]:
 MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its arguments, and the error of all
     "unknown name": (_other, "ValueError", "expected the names ['ce', 'mtp'], without those that were recorded"),
     "missing name": (lambda sums: {"loss": {"ce": sums["ce"]}}, "ValueError", "expected the names ['ce', 'mtp']"),
+    "missing other name": (lambda sums: {"loss": {"mtp": sums["mtp"]}}, "ValueError", "expected the names ['ce', 'mt"),
+    "no name": (lambda sums: {"loss": {}}, "ValueError", "expected the names ['ce', 'mtp']"),
     "no mapping": (lambda sums: {"loss": sums["ce"] + sums["mtp"]}, "TypeError", "a mapping of ['ce', 'mtp']"),
     "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
     "unknown weight": (lambda sums: {"loss": sums, "weights": {"kl": 1.0}}, "ValueError", "a mapping of names among"),
@@ -178,10 +189,8 @@ MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
 @on_ranks()
 def test_a_mistake_of_one_rank(rank: int, kind: str, mistake: str, index: int) -> None:
-    """It is raised on all of them; a right window follows."""
-    if kind == "fsdp2" and index < 2 and mistake in ("missing name", "a number"):
-        return  # the others wait for a backward that this rank cannot run
-    model, batches, last = wrap(TwoHeads(), kind), make_window("full", rank), dist.get_world_size() - 1
+    """It is raised on all of them; a right window follows. FSDP2 gathers each head in the backward of its own loss."""
+    model, batches, last = with_heads_apart(kind), make_window("full", rank), dist.get_world_size() - 1
     change, kind_of_error, text = MISTAKES[mistake]
 
     def run(is_wrong: bool) -> None:

@@ -205,14 +205,16 @@ LOOPS = {
     "text as items in 0": looped(0, _with_items("3"), "TypeError", "0: expected a number or a tensor", means=True),
     "too many items in 0": looped(0, _too_many, "ValueError", "num_items of micro-batch 0: expected ", means=True),
 }
-# Without a graph there is no backward to keep step with where the wrapper communicates in every one: there every rank
-# makes the mistake, since one alone would leave the others in a backward that it cannot run.
-LOCAL_LOOPS = {
+# No backward follows these, for which the others wait where the wrapper communicates in every one.
+WITHOUT_BACKWARD = {
     "number in 0": looped(0, _number, "TypeError", "loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
     "no graph in 1": looped(1, _no_graph, "ValueError", f"loss of micro-batch 1: {_A_GRAPH}"),
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
-    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed"),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
+}
+# One more backward, in which FSDP2 communicates: every rank makes this mistake.
+INSIDE = {
+    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed")
 }
 SKIPPED = {
     "skips its only micro-batch": Fault(
@@ -381,8 +383,8 @@ UNSEEN = {
 }
 
 FAULTS = {
-    "accumulate": OPENINGS | LOOPS | LOCAL_LOOPS | SKIPPED | UNSEEN,
-    "accumulate each": UNSEEN,
+    "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | SKIPPED | UNSEEN,
+    "accumulate each": WITHOUT_BACKWARD | UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
 }
@@ -489,8 +491,9 @@ def rows() -> list[Any]:
     """Return verb, fault, wrapper, world size, what is left of the gradients, and whether every rank makes it."""
     found = [("accumulate", name, kind, 2, "kept", False) for name, kind in OPENED]
     found += [("accumulate", name, kind, 2, "dropped", False) for name, kind in LOOPED]
-    found += [("accumulate", name, kind, 2, "dropped", False) for name in LOCAL_LOOPS for kind in ("ddp", "plain")]
-    found += [("accumulate", name, "fsdp2", 2, "dropped", True) for name in LOCAL_LOOPS]
+    found += [("accumulate", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD for kind in KINDS]
+    found += [("accumulate", *INSIDE, kind, 2, "dropped", kind == "fsdp2") for kind in KINDS]
+    found += [("accumulate each", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD for kind in KINDS[:2]]
     found += [("accumulate", *SKIPPED, "ddp", world_size, "kept", False) for world_size in (2, 3)]
     found += [("pooled_backward", name, "ddp", 2, "kept", False) for name in POOLED if name != "unequal"]
     found += [("pooled_backward", name, "fsdp2", 2, "kept", False) for name in UNDER_FSDP]
@@ -512,7 +515,7 @@ def rows() -> list[Any]:
         if (verb, name) != ("pooled_backward", "no model in the last")
         and (verb, name, is_everyone) != ("accumulate each", "module in every one", False)
     ]
-    fast = {(name, "ddp") for name in (*LOCAL_LOOPS, *SKIPPED)} | {(name, "plain") for name in FINISHED}
+    fast = {(name, "ddp") for name in (*WITHOUT_BACKWARD, *INSIDE, *SKIPPED)} | {(name, "plain") for name in FINISHED}
     marks = [pytest.mark.full if row[3] == 3 else [] if row[1:3] in fast else pytest.mark.slow for row in found]
     return [pytest.param(*row, marks=mark) for row, mark in zip(found, marks)]
 
