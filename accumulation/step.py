@@ -305,6 +305,7 @@ class Step:
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             if window.is_lockstep and window.ranks is not None:
                 wrappers = window.wrappers
+                switched.callback(self._outputs.clear)
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
                     switched.callback(module.register_forward_hook(self._note_outputs).remove)
             for index, micro_batch in enumerate(window.micro_batches):
