@@ -24,24 +24,24 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
-from ..distributed.group import Group, group_ranks
-from ..distributed.header import Offer, agree_on, failure
-from ..distributed.torch_private import divide_each_, is_mean, is_over_ranks, not_compiled
+from ..distributed.group import Group
+from ..distributed.header import DeviceCheck, Offer, agree_on, combined
+from ..distributed.torch_private import divide_each_, not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .step import Step
-from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message
+from .summed_loss import SUM_UP, check_summed_loss, not_a_sum
 from .sync_groups import SyncEntry, plan_sums, read_sync_groups
-from .token_count import check_scalar
+from .token_count import check_amounts, check_scalar
 from .window import Window, open_window
 from .window_sums import Terms
 
 B = TypeVar("B")
 
-_OVER_RANKS = 2  # the kind of a loss in the header: over the rows of all ranks; 1 for a mean, 0 for a sum
+_MEAN_FIX = f"{SUM_UP}, or pass loss * n."
 # All living objects: no two of them may divide the gradients of the same parameter.
 _ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
 
@@ -161,7 +161,7 @@ class DeferredMean:
 
         Every rank raises an error before the backward, so gradients and counts stay as they were.
         """
-        call, is_first, sync = "DeferredMean.backward", self._sums.num_calls == 0, None
+        is_first, sync = self._sums.num_calls == 0, None
         if is_first:
             # The next header raises an error, in the group of the last step, which the other ranks use.
             with suppress(Exception):
@@ -170,19 +170,21 @@ class DeferredMean:
             self._ranks = find_ranks(sync, self._group)
 
         def bring() -> Offer[None]:
-            num_stale, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
+            check, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
             _refuse_terms(loss_sum)
             check_summed_loss("loss_sum", loss_sum)
             self._sync.check_forwards("loss_sum", loss_sum)
             number, loss = check_scalar("n", n), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+            wrong = not_a_sum("loss_sum", loss_sum, _MEAN_FIX, over_ranks=self._ranks is not None)
+            if wrong is not None and float(number) != 1:
+                raise wrong
             facts["forwards of DDP"] = self._sync.same_forwards
-            kind = _OVER_RANKS if is_over_ranks(loss_sum) else is_mean(loss_sum)
-            return Offer(None, facts, totals=(number, loss, num_stale, kind))
+            check = combined([check_amounts(["n"], [number], self._ranks), check])
+            return Offer(None, facts, totals=(number, loss), check=check)
 
         try:
-            totals = agree_on(call, self._ranks, bring).totals
-            _check_totals(call, totals, self._ranks)
+            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals
         except Exception:
             self._forget_forwards()
             raise
@@ -220,28 +222,22 @@ class DeferredMean:
         """
 
         def bring(window: Window) -> Offer[float]:
-            num_stale, facts = self._check_call(window.wrappers if self._sums.num_calls == 0 else None)
+            check, facts = self._check_call(window.wrappers if self._sums.num_calls == 0 else None)
             if not callable(fn):
                 raise TypeError(expected("fn", "a function of a micro-batch", fn))
-            return Offer(self._multiplier, facts, totals=(0.0, 0.0, num_stale))
+            return Offer(self._multiplier, facts, check=check)
 
-        call, model, group = "DeferredMean.backward_window", self._model, self._group
-        window, multiplier, totals = open_window(
-            call,
-            model,
+        window, multiplier, _ = open_window(
+            _SumStep.call,
+            self._model,
             micro_batches,
             sync="last",
-            group=group,
+            group=self._group,
             multiplier=self._given_multiplier,
             by_hand=_BY_HAND,
             bring=bring,
         )
         self._ranks = window.ranks
-        try:
-            _check_totals(call, [[*row[:3], 0.0] for row in totals], window.ranks)
-        except Exception:
-            self._forget_forwards()
-            raise
         step = _SumStep(window, Terms({"": multiplier}, {"": None}, multiplier), each=False)
         try:
             for _, micro_batch in step._iterate():
@@ -258,8 +254,8 @@ class DeferredMean:
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
         return CallTotals(loss, _as_count(num_terms))
 
-    def _check_call(self, sync: GradientSync | None) -> tuple[Tensor | int, dict[str, object]]:
-        """Check that gradients may be collected; return the number of old elements, and what all ranks must share.
+    def _check_call(self, sync: GradientSync | None) -> tuple[DeviceCheck | None, dict[str, object]]:
+        """Check that gradients may be collected; return the check for old ones, and what all ranks must share.
 
         ``sync`` is how the model reduces, in the first call of a step; None in the others.
         """
@@ -277,8 +273,20 @@ class DeferredMean:
         entries = distinct_entries(self._model) if old else []
         grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
         counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
-        num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else 0
-        return num_stale, {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
+        facts: dict[str, object] = {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
+        if not counts:
+            return None, facts
+        num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum()
+
+        def error() -> Exception:
+            fix = (
+                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. With a "
+                "loss that back-propagates inside itself, let it set them to None."
+            )
+            got = Words(f"gradients with {int(num_stale)} elements that are not 0")
+            return RuntimeError(expected("model", "no gradient before the first backward of a step", got, fix))
+
+        return DeviceCheck(num_stale > 0, error), facts
 
     @not_compiled
     @torch.no_grad()
@@ -401,8 +409,8 @@ class DeferredMean:
 class _SumStep(Step):
     """Back-propagates sums as they are. Their counts travel with the closing header."""
 
-    _call = "DeferredMean.backward_window"
-    _mean_fix = f"{SUM_UP}, or pass loss * n."
+    call = "DeferredMean.backward_window"
+    _mean_fix = _MEAN_FIX
 
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
         """Back-propagate the sum of a micro-batch, or store the error of ``fn`` for the closing header."""
@@ -452,31 +460,3 @@ class _Sums(NamedTuple):
 
 def _trainable(model: nn.Module) -> set[int]:
     return {id(parameter) for _, parameter in distinct_entries(model) if parameter.requires_grad}
-
-
-def _check_totals(call: str, totals: list[list[float]], ranks: ProcessGroup | None) -> None:
-    """Raise on every rank when the header of some rank has a bad count, a mean, or old gradients that are not 0.
-
-    These numbers may be on a device. Reading them with the header avoids an additional wait.
-    """
-    failed: list[tuple[int, Exception]] = []
-    for rank, (num_terms, _, num_stale, kind, *_) in zip([0] if ranks is None else group_ranks(ranks), totals):
-        if not (num_terms >= 0 and math.isfinite(num_terms)):
-            failed.append((rank, ValueError(expected("n", "a finite number >= 0", num_terms))))
-        elif kind == _OVER_RANKS and num_terms != 1 and ranks is not None:
-            failed.append((rank, ValueError(gathered_loss_message("loss_sum"))))
-        elif kind and num_terms != 1:
-            fix = f"{SUM_UP}, or pass loss * n."
-            failed.append((rank, ValueError(expected("loss_sum", "the sum over n terms", Words("a mean"), fix))))
-        elif num_stale:
-            fix = (
-                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. With a "
-                "loss that back-propagates inside itself, let it set them to None."
-            )
-            got = Words(f"gradients with {num_stale:.0f} elements that are not 0")
-            what = "no gradient before the first backward of a step"
-            failed.append((rank, RuntimeError(expected("model", what, got, fix))))
-    if failed and ranks is None:
-        raise failed[0][1]
-    if failed:
-        raise failure([(rank, call, type(error).__name__, str(error)) for rank, error in failed])

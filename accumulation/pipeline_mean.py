@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import Offer, agree_on, public_class, reason_of
 from ..distributed.torch_private import (
-    is_mean,
-    is_over_ranks,
     loss_of_schedule,
     not_compiled,
     num_micro_batches_of_schedule,
@@ -35,7 +33,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import find_ranks, find_sync
 from .accumulate import Count
-from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, total_of, zero_loss
+from .summed_loss import SUM_UP, check_summed_loss, not_a_sum, total_of, zero_loss
 from .token_count import as_numbers, check_number_of_terms, token_rule
 
 T = TypeVar("T")
@@ -151,10 +149,8 @@ class PipelineMean:
                 try:
                     loss = loss_fn(output, *rest, **options)
                     check_summed_loss("loss", loss)
-                    if number != num_losses and is_over_ranks(loss):
-                        raise ValueError(gathered_loss_message("loss"))
-                    if number != num_losses and is_mean(loss):
-                        raise ValueError(expected("loss", "the sum over its terms", Words("a mean"), f"{SUM_UP}."))
+                    if number != num_losses and (wrong := not_a_sum("loss", loss, f"{SUM_UP}.")) is not None:
+                        raise wrong
                 except Exception as error:
                     errors.append(error)
                     tensors = output if isinstance(output, (tuple, list)) else [output]

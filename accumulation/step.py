@@ -29,8 +29,6 @@ from ..distributed.header import DeviceCheck
 from ..distributed.torch_private import (
     back_propagate_zeros,
     backward_is_running,
-    is_mean,
-    is_over_ranks,
     not_compiled,
     tensors_with_graph,
 )
@@ -39,7 +37,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
 from .inner_backward import Gradients
-from .summed_loss import SUM_UP, check_summed_loss, gathered_loss_message, has_graph, total_of, zero_loss
+from .summed_loss import SUM_UP, check_summed_loss, has_graph, not_a_sum, total_of, zero_loss
 from .token_count import check_scalar
 from .window import Window
 from .window_sums import Terms, WindowSums, named
@@ -48,7 +46,7 @@ from .window_sums import Terms, WindowSums, named
 class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
-    _call = "accumulate"
+    call = "accumulate"
     _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
 
     def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
@@ -388,7 +386,7 @@ class Step:
         empty = [term for term in losses if not (factors[term] and (isinstance(n := items.get(term, 1), Tensor) or n))]
         for term, loss in losses.items():
             number, weight = items.get(term), weights.get(term, 1.0)
-            self._check_sum(name, loss, term, is_mean_allowed=number is not None)
+            self._check_sum(name, loss, term, may_be_mean=number is not None)
             total = total_of(loss)
             if term in empty:
                 total = zero_loss(total, [losses[other] for other in losses if other not in empty])
@@ -403,13 +401,12 @@ class Step:
         assert share is not None
         return share
 
-    def _check_sum(self, name: str, loss: Tensor, term: str, *, is_mean_allowed: bool = False) -> None:
+    def _check_sum(self, name: str, loss: Tensor, term: str, *, may_be_mean: bool = False) -> None:
         """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""
-        if self._window.ranks is not None and is_over_ranks(loss) and not self._has_one_term(term):
-            raise ValueError(gathered_loss_message(named(name, term)))
-        if not is_mean_allowed and is_mean(loss) and not self._has_one_term(term):
-            what = "the sum over its terms"
-            raise ValueError(expected(named(name, term), what, Words("a mean"), self._mean_fix))
+        over_ranks = self._window.ranks is not None
+        error = not_a_sum(named(name, term), loss, self._mean_fix, over_ranks=over_ranks, may_be_mean=may_be_mean)
+        if error is not None and not self._has_one_term(term):
+            raise error
 
     def _has_used_ddp(self) -> bool:
         """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
@@ -456,7 +453,7 @@ class Step:
         """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""
         check = None if self._num_added is None else DeviceCheck(self._num_added > 0, self._added_error)
         try:
-            self._is_closed = self._sums.exchange(self._call, is_early=is_early, error=self._error, check=check)
+            self._is_closed = self._sums.exchange(self.call, is_early=is_early, error=self._error, check=check)
         except Exception:
             self._abandon()
             raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..distributed.torch_private import is_mean, is_over_ranks
 from ..errors import Words, expected
 
 _HALF = torch.float16, torch.bfloat16
@@ -20,6 +21,20 @@ def gathered_loss_message(name: str) -> str:
     """Return the message for a loss that already covers the rows of all ranks, so that adding it counts them again."""
     fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
     return expected(name, "the sum over this rank's terms", Words("a loss over the rows of all ranks"), fix)
+
+
+def not_a_sum(
+    name: str, loss: Tensor, fix: str, *, over_ranks: bool = True, may_be_mean: bool = False
+) -> ValueError | None:
+    """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum.
+
+    Of one term it is a sum too, which is for the caller to know.
+    """
+    if over_ranks and is_over_ranks(loss):
+        return ValueError(gathered_loss_message(name))
+    if not may_be_mean and is_mean(loss):
+        return ValueError(expected(name, "the sum over its terms", Words("a mean"), fix))
+    return None
 
 
 def check_summed_loss(name: str, loss: Any) -> None:

@@ -321,7 +321,7 @@ def finished(groups: Callable[[nn.Module], Any], kind: str, text: str) -> Fault:
 _NEGATIVE = "ValueError", "DeferredMean.backward failed on rank 1: n: expected a finite number >= 0, got -1."
 
 DEFERRED = {
-    "mean": with_loss(lambda loss: loss.expand(2).mean(), "ValueError", "expected the sum over n terms, got a mean."),
+    "mean": with_loss(lambda loss: loss.expand(2).mean(), "ValueError", "expected the sum over its terms, got a mean."),
     "vector": with_loss(lambda loss: loss.expand(2), "ValueError", "on rank 1: loss_sum: expected one element"),
     "number": with_loss(lambda loss: 3.0, "TypeError", "loss_sum: expected a floating-point tensor, got 3.0."),
     "no graph": with_loss(Tensor.detach, "ValueError", f"loss_sum: {_A_GRAPH}"),
