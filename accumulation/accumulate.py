@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from ..distributed.group import Group
 from ..distributed.header import NUM_TOTALS, Offer, combined
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, check_positive, expected
+from ..errors import check_positive, expected
 from ..kernels.documents import note_token_range
 from .step import Step
-from .token_count import OF_TUPLES, TokenRule, check_amounts, check_number_of_terms, counts_of, sums_of, token_rule
+from .token_count import TokenRule, check_amounts, read_count, sums_of, token_rule
 from .window import Window, open_window
 from .window_sums import Terms, named
 
@@ -130,7 +130,7 @@ def accumulate(
         facts: dict[str, object] = {"multiplier": factor, "each": each}
         for name, one in _named_counts(count):
             label = named("count", name)
-            terms.numbers[name], terms.counts[name], facts[label] = _count(window, one, label)
+            terms.numbers[name], terms.counts[name], facts[label] = read_count(one, window.micro_batches, label)
             if each and terms.counts[name] is None:
                 fix = "The number over all ranks does not say how many terms a micro-batch has."
                 raise ValueError(expected(label, "a function with each=True", one, fix))
@@ -181,20 +181,3 @@ def _ends(window: Window, rules: Sequence[TokenRule]) -> list[Tensor]:
         return [*ranges[0]]
     lows, highs = zip(*ranges)
     return [torch.stack(lows).amin(), torch.stack(highs).amax()]
-
-
-def _count(window: Window, count: Any, label: str) -> tuple[float, list[Tensor | float] | None, object]:
-    """Return the number of terms if it was given, or that of each micro-batch; and what must be equal on all ranks."""
-    rule = token_rule(count)
-    count_terms = count if rule is None else rule.num_valid
-    if callable(count_terms):
-        counts = counts_of(window.micro_batches, count_terms, label)
-        # The ranks cannot compare functions: each rank has an object of its own.
-        return 0.0, counts, rule or Words("a function")
-    if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
-        number = float(check_number_of_terms(label, count))
-        # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
-        return number, None, Words(f"{number:.17g} over all ranks")
-    what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
-    fix = f"For mappings pass functools.partial(count_valid_tokens, key={count!r}). {OF_TUPLES}"
-    raise TypeError(expected(label, what, count, fix if isinstance(count, str) else ""))

@@ -33,7 +33,7 @@ from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .step import Step
-from .summed_loss import SUM_UP, check_summed_loss, not_a_sum
+from .summed_loss import SUM_UP, as_mean, check_summed_loss, not_a_sum
 from .sync_groups import SyncEntry, plan_sums, read_sync_groups
 from .token_count import check_amounts, check_scalar
 from .window import Window, open_window
@@ -192,7 +192,7 @@ class DeferredMean:
         # Broadcast buffers now. In the next forward the others would wait for a rank that makes none.
         self._sync.communicate_after_backward()
         num_terms, loss, *_ = map(math.fsum, zip(*totals))
-        return self._add(loss, num_terms, (loss_sum.device, loss_sum.dtype))
+        return self._add(loss, num_terms, (loss_sum.dtype, loss_sum.device))
 
     @not_compiled
     def backward_window(
@@ -248,7 +248,7 @@ class DeferredMean:
         self._sync.communicate_after_backward()
         return self._add(*step.sums)
 
-    def _add(self, loss: float, num_terms: float, kind: tuple[torch.device, torch.dtype]) -> CallTotals:
+    def _add(self, loss: float, num_terms: float, kind: tuple[torch.dtype, torch.device]) -> CallTotals:
         """Add the sums of a call over all ranks, and return them."""
         sums, self._loss_kind = self._sums, kind
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
@@ -361,9 +361,7 @@ class DeferredMean:
             else:
                 for grad in grads:
                     grad.zero_()
-        device, dtype = self._loss_kind
-        dtype = torch.promote_types(dtype, torch.float32)
-        self._mean_loss = torch.full((), sums.loss / (sums.num_terms or 1.0), dtype=dtype, device=device)
+        self._mean_loss = as_mean(sums.loss, sums.num_terms, *self._loss_kind)
         self._sums = _Sums()
         self._note_gradients()
         return _as_count(sums.num_terms)
@@ -426,10 +424,9 @@ class _SumStep(Step):
             self.backward(result[0], num_items=result[1])
 
     @property
-    def sums(self) -> tuple[float, float, tuple[torch.device, torch.dtype]]:
-        """The sum of the losses over all ranks, the number of their terms, and the device and dtype of a loss."""
-        dtype, device = self._sums.kind
-        return self._sums.totals[""], self._sums.num_items, (device, dtype)
+    def sums(self) -> tuple[float, float, tuple[torch.dtype, torch.device]]:
+        """The sum of the losses over all ranks, the number of their terms, and the dtype and device of a loss."""
+        return self._sums.totals[""], self._sums.num_items, self._sums.kind
 
     def _checked_share(self, losses: Any, num_items: Any, weights: Any, others_prepare: bool) -> Tensor:
         self._num_terms = self._sums.add_items(self._index, "", num_items.get(""), "n")

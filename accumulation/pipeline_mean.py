@@ -28,13 +28,13 @@ from ..distributed.torch_private import (
     num_micro_batches_of_schedule,
     stages_of_schedule,
 )
-from ..errors import Words, check_positive, expected
+from ..errors import Words, check_amount, check_positive, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import find_ranks, find_sync
 from .accumulate import Count
-from .summed_loss import SUM_UP, check_summed_loss, not_a_sum, total_of, zero_loss
-from .token_count import as_numbers, check_number_of_terms, token_rule
+from .summed_loss import SUM_UP, as_mean, check_summed_loss, not_a_sum, total_of, zero_loss
+from .token_count import as_numbers, read_count, token_rule
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class PipelineMean:
 
     Raises:
         TypeError: when ``schedule`` is not a schedule.
-        ValueError: for stages with DDP; for stages of this rank that reduce in several ways; for stages without a
+        ValueError: for stages with DDP; for stages of this rank that reduce over several groups; for stages without a
             wrapper if ``group`` is needed; see also :func:`accumulate`. The constructor communicates nothing, so only
             this rank raises.
 
@@ -92,30 +92,23 @@ class PipelineMean:
         stages = stages_of_schedule(schedule)
         if not stages:
             raise TypeError(expected("schedule", "a schedule of torch.distributed.pipelining", schedule))
-        self._schedule, self._stages, self._count = schedule, stages, count
-        self._given_multiplier = multiplier
-        self._parts: list[nn.Module] = [stage.submod for stage in stages]
-        reduced = [part for part in self._parts if any(parameter.requires_grad for parameter in part.parameters())]
-        self._wrappers = [find_sync(part) for part in reduced or self._parts]
+        self._schedule, self._stages, self._count, self._given_multiplier = schedule, stages, count, multiplier
+        self._model = nn.ModuleList(stage.submod for stage in stages)  # of this rank
+        self._sync = find_sync(self._model)
         pipeline = resolve_group(stages[0].group)
         self._pipeline = pipeline if pipeline.size() > 1 else None
-        first = self._wrappers[0]
-        if any(each.ddp for each in self._wrappers):
+        if self._sync.ddp:
             fix = (
                 "A schedule prepares DDP's reduction by private calls, which fail in interleaved ones: use fully_shard."
             )
-            raise ValueError(expected("schedule", "stages without DDP", Words(first.kind), fix))
-        if any((each.kind, each.divisor) != (first.kind, first.divisor) for each in self._wrappers):
-            got = Words(", ".join(sorted({each.kind for each in self._wrappers})))
-            raise ValueError(expected("schedule", "stages on this rank that reduce gradients in one way", got))
-        for wrappers in self._wrappers:
-            wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
-            wrappers.check_group(group)
-        is_alone = group is None and first.unwrapped is not None
+            raise ValueError(expected("schedule", "stages without DDP", Words(self._sync.kind), fix))
+        self._sync.check_managed(others_reduce=group is not None, multiplier=multiplier)
+        self._sync.check_group(group)
+        is_alone = group is None and self._sync.unwrapped is not None
         if is_alone and multiplier is None and pipeline.size() < torch.distributed.get_world_size():
             got = Words(f"none, on {torch.distributed.get_world_size()} ranks for a pipeline of {pipeline.size()}")
             raise ValueError(expected("group", "the ranks that add up the gradients of a stage", got, _NO_DATA_GROUP))
-        self._ranks = None if is_alone else find_ranks(first, group)
+        self._ranks = None if is_alone else find_ranks(self._sync, group)
         self._mean_loss: Tensor | None = None
 
     @not_compiled
@@ -187,36 +180,24 @@ class PipelineMean:
     def _open(self, target: Any) -> tuple[float, float]:
         """Exchange the opening headers; return the number of terms over all ranks, and the multiplier."""
 
-        def bring() -> Offer[float]:
-            multiplier = self._given_multiplier
-            if multiplier is None:
-                multiplier = self._wrappers[0].multiplier
-            facts: dict[str, object] = {"multiplier": check_positive("multiplier", multiplier)}
-            facts["micro-batches"] = num_micro_batches_of_schedule(self._schedule)
+        def bring() -> Offer[tuple[float, float]]:
+            given = self._given_multiplier
+            multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
             if not torch.is_grad_enabled():
                 raise RuntimeError(expected("step", "gradients to be enabled", Words("torch.no_grad")))
-            number, facts["count"] = self._count_terms(target)
-            return Offer(multiplier, facts, totals=(number,))
+            rule, has_loss = token_rule(self._count), any(stage.is_last for stage in self._stages)
+            if has_loss and target is None and callable(self._count):
+                fix = "Pass the targets on the rank with the last stage."
+                raise ValueError(expected("target", "targets to count", target, fix))
+            batch = target if rule is None or isinstance(target, Mapping) else {rule.keys[0]: target}
+            number, counts, kind = read_count(self._count, [batch] if has_loss else [], "count")
+            own = check_amount("count", math.fsum(as_numbers(counts or [])))
+            num_micro_batches = num_micro_batches_of_schedule(self._schedule)
+            facts = {"multiplier": multiplier, "micro-batches": num_micro_batches, "count": kind}
+            return Offer((number, multiplier), facts, totals=(own,))
 
-        multiplier, totals = self._agree("PipelineMean.step", bring)
-        numbers = [number for number, *_ in totals]
-        return (math.fsum(numbers) if callable(self._count) else numbers[0]), multiplier
-
-    def _count_terms(self, target: Any) -> tuple[float, object]:
-        """Return this rank's number of terms, or that of all ranks if it was given, and what must be equal."""
-        rule, has_loss = token_rule(self._count), any(stage.is_last for stage in self._stages)
-        if not callable(self._count):
-            number = float(check_number_of_terms("count", self._count))
-            return (number if has_loss else 0.0), Words(f"{number:.17g} over all ranks")
-        if has_loss and target is None:
-            fix = "Pass the targets on the rank with the last stage."
-            raise ValueError(expected("target", "targets to count", target, fix))
-        kind = rule or Words("a function")
-        if not has_loss:
-            return 0.0, kind
-        if rule is not None and not isinstance(target, Mapping):
-            target = {rule.keys[0]: target}
-        return check_number_of_terms("count", self._count(target) if rule is None else rule.num_valid(target)), kind
+        (number, multiplier), totals = self._agree("PipelineMean.step", bring)
+        return (math.fsum(own for own, *_ in totals) if callable(self._count) else number), multiplier
 
     def _close(self, losses: list[Tensor], number: float, errors: list[Exception]) -> None:
         """Exchange the closing headers and keep the mean loss; on every rank, or raise after discarding gradients."""
@@ -230,13 +211,12 @@ class PipelineMean:
         try:
             _, totals = self._agree("PipelineMean.step (end of the step)", bring)
         except Exception:
-            for part in self._parts:
-                discard_gradients_(part)
+            discard_gradients_(self._model)
             raise
         loss, is_double = (math.fsum(column) for column in list(zip(*totals))[:2])
-        dtype, device = torch.float64 if is_double else torch.float32, self._stages[0].device
-        self._mean_loss = torch.full((), loss / number if number else 0.0, dtype=dtype, device=device)
-        for part in self._parts:
+        dtype = torch.float64 if is_double else torch.float32
+        self._mean_loss = as_mean(loss, number, dtype, self._stages[0].device)
+        for part in self._model:
             note_count(part, number)
 
     def _agree(self, call: str, bring: Callable[[], Offer[T]]) -> tuple[T, list[list[float]]]:

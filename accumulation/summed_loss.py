@@ -58,6 +58,12 @@ def total_of(loss: Tensor) -> Tensor:
     return total.reshape(()) if total.ndim else total
 
 
+def as_mean(total: float, number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``total / number``, or 0 without terms, for losses of ``dtype``; float32 for half precision."""
+    mean, dtype = total / number if number else 0.0, torch.promote_types(dtype, torch.float32)
+    return torch.full((), mean, dtype=dtype, device=device)
+
+
 def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
     """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
 

@@ -186,6 +186,25 @@ def token_rule(count: object) -> TokenRule | None:
     return TokenRule(**count.keywords).check()
 
 
+def read_count(
+    count: Any, micro_batches: Sequence[Any], label: str
+) -> tuple[float, list[Tensor | float] | None, object]:
+    """Return the number of terms if it was given, or that of each micro-batch; and what must be equal on all ranks."""
+    rule = token_rule(count)
+    count_terms = count if rule is None else rule.num_valid
+    if callable(count_terms):
+        counts = counts_of(micro_batches, count_terms, label)
+        # The ranks cannot compare functions: each rank has an object of its own.
+        return 0.0, counts, rule or Words("a function")
+    if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
+        number = check_amount(label, float(as_numbers([check_scalar(label, count)])[0]))
+        # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
+        return number, None, Words(f"{number:.17g} over all ranks")
+    what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
+    fix = f"For mappings pass functools.partial(count_valid_tokens, key={count!r}). {OF_TUPLES}"
+    raise TypeError(expected(label, what, count, fix if isinstance(count, str) else ""))
+
+
 def counts_of(
     micro_batches: Sequence[B], count: Callable[[B], Tensor | float], what: str = "count"
 ) -> list[Tensor | float]:
@@ -287,11 +306,6 @@ def check_scalar(name: str, value: Any) -> Tensor | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(expected(name, "a number or a tensor of one element", value))
     return value
-
-
-def check_number_of_terms(name: str, value: Any) -> float:
-    """Return a number of terms; raise TypeError or ValueError unless it is a finite number >= 0, or a tensor of one."""
-    return check_amount(name, as_numbers([check_scalar(name, value)])[0])
 
 
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:

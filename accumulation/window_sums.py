@@ -12,6 +12,7 @@ from ..distributed.gather import gather_after
 from ..distributed.group import group_ranks, header_device
 from ..distributed.header import DeviceCheck, Offer, agree_on, combined, digest
 from ..errors import RankValueError, Words, check_amount, check_number, expected
+from .summed_loss import as_mean
 from .token_count import as_numbers, check_amounts, check_scalar, sums_of
 from .window import Window
 
@@ -136,11 +137,13 @@ class WindowSums:
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each name over all ranks, without the weights."""
-        return {name: self._as_loss(self._mean(name)) for name in self.totals}
+        return {name: as_mean(self.totals[name], number, *self.kind) for name, number in self._terms.numbers.items()}
 
     def mean(self) -> Tensor:
         """Return the weighted sum of the means."""
-        return self._as_loss(sum(self._weights.get(name, 1.0) * self._mean(name) for name in self.totals))
+        numbers = self._terms.numbers
+        means = {name: total / numbers[name] if numbers[name] else 0.0 for name, total in self.totals.items()}
+        return as_mean(sum(self._weights.get(name, 1.0) * mean for name, mean in means.items()), 1.0, *self.kind)
 
     def of_each(self) -> Tensor | None:
         """Return the weighted sum of the means of each micro-batch, (G,); None without ``each``."""
@@ -151,11 +154,3 @@ class WindowSums:
         means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
         dtype, device = self.kind
         return means.sum(1).to(device, torch.promote_types(dtype, torch.float32))
-
-    def _mean(self, name: str) -> float:
-        number = self._terms.numbers[name]
-        return self.totals[name] / number if number else 0.0
-
-    def _as_loss(self, value: float) -> Tensor:
-        dtype, device = self.kind
-        return torch.full((), value, dtype=torch.promote_types(dtype, torch.float32), device=device)
