@@ -32,6 +32,7 @@ from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
+from .inner_backward import check_zero
 from .step import Step
 from .summed_loss import SUM_UP, as_mean, check_summed_loss, not_a_sum
 from .sync_groups import SyncEntry, plan_sums, read_sync_groups
@@ -272,21 +273,17 @@ class DeferredMean:
         old = set(map(id, known)) - {id(None)}
         entries = distinct_entries(self._model) if old else []
         grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
-        counts = [grad.count_nonzero() for grad in grads if grad is not None]  # counts NaN too
-        facts: dict[str, object] = {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
-        if not counts:
-            return None, facts
-        num_stale = torch.stack([count.to(counts[0].device) for count in counts]).sum()
 
-        def error() -> Exception:
+        def error(number: int) -> Exception:
             fix = (
                 "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. With a "
                 "loss that back-propagates inside itself, let it set them to None."
             )
-            got = Words(f"gradients with {int(num_stale)} elements that are not 0")
+            got = Words(f"gradients with {number} elements that are not 0")
             return RuntimeError(expected("model", "no gradient before the first backward of a step", got, fix))
 
-        return DeviceCheck(num_stale > 0, error), facts
+        check = check_zero([grad for grad in grads if grad is not None], error)
+        return check, {"calls before": self._sums.num_calls, "multiplier": self._multiplier}
 
     @not_compiled
     @torch.no_grad()

@@ -6,12 +6,14 @@ was computed, is already in the gradients, without that factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.header import DeviceCheck
 from ..distributed.torch_private import fsdp_groups
+from ..errors import Words, expected
 from ..gradients.all_reduce_grads import distinct_entries
 from ..gradients.parameters import local_values
 from ..kernels.torch_private import version_of
@@ -24,8 +26,8 @@ class Gradients:
         self._model = model
         self._versions = {place: (id(grad), version_of(grad)) for place, grad in _gradients(model)}
 
-    def count_added(self) -> Tensor | None:
-        """Return how many elements that are not 0 backward passes have added since then; None if there was none.
+    def check_added(self) -> DeviceCheck | None:
+        """Return the check that backward passes have added no element that is not 0 since then; None if none ran.
 
         A backward makes a gradient where there was none, or changes the same tensor. Nothing else counts: gradients
         that were set to None or to 0, and other tensors in the place of gradients, as when DDP rearranges its buckets.
@@ -35,9 +37,29 @@ class Gradients:
             before = self._versions.get(place)
             if before is None or (before[0] == id(grad) and before[1] != version_of(grad)):
                 added.append(grad)
-        with torch.no_grad():
-            counts = [local_values(grad).count_nonzero() for grad in added]  # counts NaN too
-        return torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else None
+
+        def error(number: int) -> Exception:
+            what = "gradients that have not changed since the loop began"
+            got = Words(f"{number} changed elements before step.backward(loss)")
+            fix = (
+                "The loss has probably called backward itself, and that part would not be divided by the count: "
+                "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
+                "step.backward. What must stay undivided, such as a penalty, calls backward only after "
+                "step.backward(loss)."
+            )
+            return RuntimeError(expected("loss of micro-batch 0", what, got, fix))
+
+        return check_zero(added, error)
+
+
+def check_zero(grads: Sequence[Tensor], error: Callable[[int], Exception]) -> DeviceCheck | None:
+    """Return the check that ``grads`` are 0; ``error`` takes the number of elements that are not. None without any."""
+    with torch.no_grad():
+        counts = [local_values(grad).count_nonzero() for grad in grads]  # counts NaN too
+    if not counts:
+        return None
+    number = torch.stack([count.to(counts[0].device) for count in counts]).sum()
+    return DeviceCheck(number > 0, lambda: error(int(number)))
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[int, Tensor]]:

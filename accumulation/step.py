@@ -22,7 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
@@ -59,11 +59,11 @@ class Step:
         self._num_calls = self._num_backward = 0  # in this micro-batch
         self._used: Sequence[bool] = ()  # see Window.switch
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
-        self._num_added: Tensor | None = None  # of elements of them, before the call for it
+        self._added: DeviceCheck | None = None  # that nothing was added to them before the call for it
         self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
         # What the wrapped modules have returned in this micro-batch, if the ranks wait for each other in its backward;
         # and whether a backward has begun there.
-        self._outputs: list[GradientEdge] = []
+        self._outputs: list[Any] = []
         self._has_run = False
         self._error: Exception | None = None  # the first one, for the closing header
         self._is_agreed = False  # whether the header before the last backward was exchanged
@@ -203,7 +203,7 @@ class Step:
     def _begin_own_backward(self) -> None:
         """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
         self._check_inside()
-        self._before = self._num_added = None
+        self._before = self._added = None
         if self._is_last and not self._is_agreed:
             self._close_window(is_early=True)
 
@@ -230,20 +230,18 @@ class Step:
         self._check_inside()
         self._num_calls += 1
         if self._before is not None:
-            self._num_added, self._before = self._before.count_added(), None
+            self._added, self._before = self._before.check_added(), None
         try:
             losses = self._losses_of(loss, num_items, weights)
             items: Any = {} if num_items is None else num_items if self._terms.are_named else {"": num_items}
             share = self._checked_share(losses, items, weights or {}, others_prepare)
         except Exception as error:
-            given = loss if isinstance(loss, Mapping) else {"": loss}
-            is_whole = not isinstance(loss, Mapping) or self._recorded.union(given) >= self._terms.numbers.keys()
-            can_run = is_whole and all(map(has_graph, given.values())) and (self._is_last or self._is_prepared)
-            can_run = can_run and self._num_calls == 1
-            self._store_or_raise(error, is_due=self._num_calls == 1 and not can_run)
-            # Back-propagate zeros, through the graph if there is one: the others may communicate in their backward.
-            zeros = [each.sum() * 0 for each in given.values()] if can_run else []
-            share = sum(zeros[1:], zeros[0]) if zeros else torch.zeros((), requires_grad=True)
+            given = [*loss.values()] if isinstance(loss, Mapping) else [loss]
+            is_whole = not isinstance(loss, Mapping) or self._recorded.union(loss) >= self._terms.numbers.keys()
+            if is_whole and self._is_prepared and all(map(has_graph, given)):
+                self._outputs = given  # with the graph that the other ranks have
+            self._store_or_raise(error, is_due=self._num_calls == 1)
+            share = torch.zeros((), requires_grad=True)
         if self._is_last and not self._is_agreed:
             self._close_window()
         return share
@@ -299,18 +297,17 @@ class Step:
             if window.sync == "each":
                 window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
+            switched.callback(setattr, self, "_outputs", [])
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             if window.is_lockstep and window.ranks is not None:
                 wrappers = window.wrappers
-                switched.callback(self._outputs.clear)
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
                     switched.callback(module.register_forward_hook(self._note_outputs).remove)
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
-                self._has_run = False
-                self._outputs.clear()
+                self._has_run, self._outputs = False, []
                 self._recorded.clear()
                 self._used = window.switch(index)
                 yield self, micro_batch
@@ -451,26 +448,12 @@ class Step:
 
     def _close_window(self, *, is_early: bool = False) -> None:
         """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""
-        check = None if self._num_added is None else DeviceCheck(self._num_added > 0, self._added_error)
         try:
-            self._is_closed = self._sums.exchange(self.call, is_early=is_early, error=self._error, check=check)
+            self._is_closed = self._sums.exchange(self.call, is_early=is_early, error=self._error, check=self._added)
         except Exception:
             self._abandon()
             raise
         self._is_agreed = True
-
-    def _added_error(self) -> Exception:
-        """Return the error for a loss that has back-propagated itself; waits for the device."""
-        what = "gradients that have not changed since the loop began"
-        assert self._num_added is not None
-        got = Words(f"{int(self._num_added)} changed elements before step.backward(loss)")
-        fix = (
-            "The loss has probably called backward itself, and that part would not be divided by the count: "
-            "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
-            "step.backward. What must stay undivided, such as a penalty, calls backward only after "
-            "step.backward(loss)."
-        )
-        return RuntimeError(expected("loss of micro-batch 0", what, got, fix))
 
     def _abandon(self) -> None:
         """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""

@@ -14,7 +14,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -176,11 +175,13 @@ def tensors_with_graph(outputs: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad]
 
 
-def back_propagate_zeros(edges: Sequence[GradientEdge]) -> None:
-    """Run the backward of ``edges``, of which nobody has to hold the tensors any more, with gradients of zero."""
-    kinds = [edge.node._input_metadata[edge.output_nr] for edge in edges]
-    zeros = [torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for kind in kinds]
-    torch.autograd.backward(edges, zeros)
+def back_propagate_zeros(roots: Sequence[Any]) -> None:
+    """Run the backward of tensors, or edges of tensors that nobody has to hold any more, with gradients of zero."""
+    zeros = []
+    for root in roots:
+        like = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
+        zeros.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
+    torch.autograd.backward(roots, zeros)
 
 
 # On lists of tensors, in few kernels if the device has them: the p-norm of each, with powers summed in ``dtype``;
