@@ -415,19 +415,16 @@ class _SumStep(Step):
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(expected(f"fn of micro-batch {self._index}", "a pair (loss_sum, n)", result))
             _refuse_terms(result[0])
+            self._num_terms = self._sums.add_items(self._index, "", result[1], "n")
         except Exception as error:
             self._store_or_raise(error, is_due=True)
         else:
-            self.backward(result[0], num_items=result[1])
+            self.backward(result[0])
 
     @property
     def sums(self) -> tuple[float, float, tuple[torch.dtype, torch.device]]:
         """The sum of the losses over all ranks, the number of their terms, and the dtype and device of a loss."""
         return self._sums.totals[""], self._sums.num_items, self._sums.kind
-
-    def _checked_share(self, losses: Any, num_items: Any, weights: Any, others_prepare: bool) -> Tensor:
-        self._num_terms = self._sums.add_items(self._index, "", num_items.get(""), "n")
-        return super()._checked_share(losses, {}, weights, others_prepare)
 
     def _has_one_term(self, term: str) -> bool:
         return float(self._num_terms) == 1

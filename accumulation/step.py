@@ -377,23 +377,28 @@ class Step:
             first, *others = losses.values()
             graph = sum(others, first)
             self._is_prepared = wrappers.check_forwards(name, graph, self._used, others_prepare=others_prepare)
-        items = {term: self._sums.add_items(self._index, term, number) for term, number in num_items.items()}
-        factors, share = self._factors, None
-        # The names without terms, as far as the host knows.
-        empty = [term for term in losses if not (factors[term] and (isinstance(n := items.get(term, 1), Tensor) or n))]
+        items: dict[str, Tensor | float] = {}
+        for term, given in num_items.items():
+            items[term] = self._sums.add_items(self._index, term, given)
+
+        def is_empty(term: str) -> bool:  # as far as the host knows
+            number = items.get(term, 1)
+            return not self._factors[term] or not (isinstance(number, Tensor) or number)
+
+        share = None
         for term, loss in losses.items():
             number, weight = items.get(term), weights.get(term, 1.0)
             self._check_sum(name, loss, term, may_be_mean=number is not None)
             total = total_of(loss)
-            if term in empty:
-                total = zero_loss(total, [losses[other] for other in losses if other not in empty])
+            if is_empty(term):
+                total = zero_loss(total, [each for other, each in losses.items() if not is_empty(other)])
             elif isinstance(number, Tensor):
                 number = number.to(total.device, total.dtype)
                 total = torch.where(number == 0, torch.zeros_like(total), total * number)
             elif number is not None:
                 total = total * number
             self._sums.add(self._index, term, total, weight)
-            part = total * (weight * factors[term])
+            part = total * (weight * self._factors[term])
             share = part if share is None else share + part
         assert share is not None
         return share

@@ -141,9 +141,9 @@ class WindowSums:
 
     def mean(self) -> Tensor:
         """Return the weighted sum of the means."""
-        numbers = self._terms.numbers
-        means = {name: total / numbers[name] if numbers[name] else 0.0 for name, total in self.totals.items()}
-        return as_mean(sum(self._weights.get(name, 1.0) * mean for name, mean in means.items()), 1.0, *self.kind)
+        counted = [(name, number) for name, number in self._terms.numbers.items() if number]
+        means = (self._weights.get(name, 1.0) * (self.totals[name] / number) for name, number in counted)
+        return as_mean(sum(means), 1.0, *self.kind)
 
     def of_each(self) -> Tensor | None:
         """Return the weighted sum of the means of each micro-batch, (G,); None without ``each``."""

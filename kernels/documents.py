@@ -39,6 +39,8 @@ def note_token_range(labels: Tensor, ignore_index: int, low: int, high: int) -> 
 
 def is_within(labels: Tensor, ignore_index: int, size: int) -> bool:
     """Return whether ``labels`` are known to lie in [0, size) or to be ``ignore_index``; the host does not wait."""
+    if labels.is_cpu:
+        return False
     version, ignored, low, high = _RANGES.get(labels) or (-1, 0, 0, 0)
     return version == version_of(labels) >= 0 and ignored == ignore_index and 0 <= low <= high < size
 
