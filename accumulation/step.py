@@ -37,7 +37,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
 from .inner_backward import Gradients
-from .summed_loss import SUM_UP, check_summed_loss, has_graph, not_a_sum, total_of, zero_loss
+from .summed_loss import SUM_UP, check_summed_loss, not_a_sum, total_of, zero_loss
 from .token_count import check_scalar
 from .window import Window
 from .window_sums import Terms, WindowSums, named
@@ -238,7 +238,8 @@ class Step:
         except Exception as error:
             given = [*loss.values()] if isinstance(loss, Mapping) else [loss]
             is_whole = not isinstance(loss, Mapping) or self._recorded.union(loss) >= self._terms.numbers.keys()
-            if is_whole and self._is_prepared and all(map(has_graph, given)):
+            has_graph = all(isinstance(each, Tensor) and each.requires_grad for each in given)
+            if given and is_whole and has_graph and self._is_prepared:
                 self._outputs = given  # with the graph that the other ranks have
             self._store_or_raise(error, is_due=self._num_calls == 1)
             share = torch.zeros((), requires_grad=True)

@@ -17,12 +17,6 @@ _HALF = torch.float16, torch.bfloat16
 SUM_UP = 'Sum it up, as with reduction="sum"'
 
 
-def gathered_loss_message(name: str) -> str:
-    """Return the message for a loss that already covers the rows of all ranks, so that adding it counts them again."""
-    fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
-    return expected(name, "the sum over this rank's terms", Words("a loss over the rows of all ranks"), fix)
-
-
 def not_a_sum(
     name: str, loss: Tensor, fix: str, *, over_ranks: bool = True, may_be_mean: bool = False
 ) -> ValueError | None:
@@ -30,8 +24,10 @@ def not_a_sum(
 
     Of one term it is a sum too, which is for the caller to know.
     """
-    if over_ranks and is_over_ranks(loss):
-        return ValueError(gathered_loss_message(name))
+    if over_ranks and is_over_ranks(loss):  # adding it would count the rows of all ranks again
+        fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
+        got = Words("a loss over the rows of all ranks")
+        return ValueError(expected(name, "the sum over this rank's terms", got, fix))
     if not may_be_mean and is_mean(loss):
         return ValueError(expected(name, "the sum over its terms", Words("a mean"), fix))
     return None
@@ -46,10 +42,6 @@ def check_summed_loss(name: str, loss: Any) -> None:
     if not (loss.requires_grad and torch.is_grad_enabled()):
         fix = "Compute it with gradients enabled, and do not detach it. A model without trainable parameters has none."
         raise ValueError(expected(name, "a loss with a graph", Words("one without"), fix))
-
-
-def has_graph(loss: object) -> bool:
-    return isinstance(loss, Tensor) and loss.is_floating_point() and loss.requires_grad and torch.is_grad_enabled()
 
 
 def total_of(loss: Tensor) -> Tensor:
