@@ -298,11 +298,11 @@ class Step:
             if window.sync == "each":
                 window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_index", -1)
-            switched.callback(setattr, self, "_outputs", [])
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             if window.is_lockstep and window.ranks is not None:
                 wrappers = window.wrappers
+                switched.callback(setattr, self, "_outputs", [])
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
                     switched.callback(module.register_forward_hook(self._note_outputs).remove)
             for index, micro_batch in enumerate(window.micro_batches):
