@@ -229,7 +229,7 @@ class DeferredMean:
             return Offer(self._multiplier, facts, check=check)
 
         window, multiplier, _ = open_window(
-            _SumStep.call,
+            _SumStep._call,
             self._model,
             micro_batches,
             sync="last",
@@ -404,7 +404,7 @@ class DeferredMean:
 class _SumStep(Step):
     """Back-propagates sums as they are. Their counts travel with the closing header."""
 
-    call = "DeferredMean.backward_window"
+    _call = "DeferredMean.backward_window"
     _mean_fix = _MEAN_FIX
 
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:

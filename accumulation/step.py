@@ -46,7 +46,7 @@ from .window_sums import Terms, WindowSums, named
 class Step:
     """Back-propagates the micro-batches of one window. Made by :func:`accumulate`; one object for the whole window."""
 
-    call = "accumulate"
+    _call = "accumulate"
     _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
 
     def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
@@ -61,10 +61,10 @@ class Step:
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
         self._added: DeviceCheck | None = None  # that nothing was added to them before the call for it
         self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
-        # What the wrapped modules have returned in this micro-batch, if the ranks wait for each other in its backward;
-        # and whether a backward has begun there.
+        # Of the outermost wrappers in this micro-batch, if the ranks wait for each other in it: whether a forward has
+        # run, what it has returned, and whether a backward has begun there.
+        self._has_forward = self._has_backward = False
         self._outputs: list[Any] = []
-        self._has_run = False
         self._error: Exception | None = None  # the first one, for the closing header
         self._is_agreed = False  # whether the header before the last backward was exchanged
         self._is_closed = False  # whether no header follows
@@ -301,14 +301,16 @@ class Step:
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             if window.is_lockstep and window.ranks is not None:
-                wrappers = window.wrappers
+                wrappers, inside = window.wrappers, set[nn.Module]()
                 switched.callback(setattr, self, "_outputs", [])
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
-                    switched.callback(module.register_forward_hook(self._note_outputs).remove)
+                    if module not in inside:
+                        switched.callback(module.register_forward_hook(self._note_outputs).remove)
+                        inside.update(module.modules())
             for index, micro_batch in enumerate(window.micro_batches):
                 self._index, self._is_last = index, index == len(window.micro_batches) - 1
                 self._num_calls = self._num_backward = 0
-                self._has_run, self._outputs = False, []
+                self._has_forward, self._has_backward, self._outputs = False, False, []
                 self._recorded.clear()
                 self._used = window.switch(index)
                 yield self, micro_batch
@@ -428,8 +430,9 @@ class Step:
             return
 
         def note(grad: Tensor) -> None:
-            self._has_run = True
+            self._has_backward = True
 
+        self._has_forward = True
         for tensor in tensors_with_graph(outputs):
             self._outputs.append(get_gradient_edge(tensor))
             tensor.register_hook(note)
@@ -440,10 +443,10 @@ class Step:
         If the backward of the micro-batch ``is_due``, and the others communicate in theirs, zeros are back-propagated.
         """
         window, wrappers = self._window, self._window.wrappers
-        is_due = is_due and not self._has_run
+        is_due = is_due and not self._has_backward
         reduces = self._is_agreed and bool(wrappers.ddp or wrappers.fsdp)
         is_awaited = is_due and (reduces or (window.is_lockstep and not self._is_last))
-        hangs = is_due and not self._outputs and (is_awaited or wrappers.is_lockstep)
+        hangs = (is_awaited and not self._outputs) or (is_due and wrappers.is_lockstep and not self._has_forward)
         if window.ranks is None or self._is_closed or hangs:
             if not self._is_closed:
                 self._abandon()
@@ -455,7 +458,7 @@ class Step:
     def _close_window(self, *, is_early: bool = False) -> None:
         """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""
         try:
-            self._is_closed = self._sums.exchange(self.call, is_early=is_early, error=self._error, check=self._added)
+            self._is_closed = self._sums.exchange(self._call, is_early=is_early, error=self._error, check=self._added)
         except Exception:
             self._abandon()
             raise
