@@ -73,10 +73,10 @@ _CPU = Costs(
 # What stands for every type of device that is not listed; nothing of it was measured. The sizes of chunks fill an
 # accelerator and bound the memory, at some 64 bytes for each of 2**24 or 2**25 entries. The seconds follow from the
 # model of benchmarks/launches.py, 2.5e12 bytes a second and 5e-6 seconds a launch. So does plain_pairs: where the
-# number of positives is known, 2,048 rows take 236 us by all pairs and 299 us by those of the positives, 3,000 rows 328
-# and 311, 4,096 rows 478 and 327; hence half of plain_pairs there. Where it is not, the promise decides that a graph
-# of up to 4,096 rows reads no value. The threads of a warp add
-# neighbouring rows at the same time, so these go to different tables: ties would all be added at one address.
+# number of positives is known, 1,448 rows take 229 us by all pairs and 294 us by those of the positives, 2,048 rows 303
+# and 299, 2,896 rows 451 and 310; hence a quarter of plain_pairs there. Where it is not, the promise decides that a
+# graph of up to 4,096 rows reads no value. The threads of a warp add neighbouring rows at the same time, so these go to
+# different tables: ties would all be added at one address.
 _ACCELERATOR = Costs(
     pair=5e-11,
     native_pair=math.inf,

@@ -20,6 +20,10 @@ The columns stand in one tensor (C, M, 8), each factor three columns behind the 
     | -N | P | -B | A | B | P | N | -1 |     and before the rates are known | -N | P | -N | P | N | P | N | -1 |
 
 Few kernels matter here: a small step on an accelerator takes as long as the host needs to launch them.
+
+The sums are in float64. A matrix product adds row after row, and in float32 the rounding of 2,000 rows, which has one
+sign where scores are tied, adds up to 1e-5 of the gradient. Differences, sigmoids and the result are in the dtype of
+the scores. A kernel that computes in float32 can write float64, so this takes no kernel more.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ from torch import Tensor
 
 from ..costs import costs_of
 from ..registration import scaled
+
+_TINY = torch.finfo(torch.float64).tiny
+_COLUMNS = [[0, 1, 0, 1, 0, 1, 0, -1], [-1, 0, -1, _TINY, 1, 0, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1]]
 
 
 def plain_is_faster(scores: Tensor, cost: int = 1) -> bool:
@@ -72,7 +79,7 @@ def plain_loss_and_gradient(
     if num_rows == 0:
         nothing = scores.new_zeros(num_classes)
         return nothing.double(), scores.new_empty(scores.shape if with_grad else 0), nothing > 0
-    of_positive, of_other, of_none = _columns(scores.dtype, scores.device)
+    of_positive, of_other, of_none = _columns(scores.device)
     groups = torch.where(positive[:, :, None], of_positive, of_other)  # [C, M, 8]
     groups = groups if member is None else groups * member[:, :, None]
     groups = groups if key_weight is None else groups * key_weight[..., None]
@@ -83,7 +90,7 @@ def plain_loss_and_gradient(
         if weight is not None and key_weight is None:
             mass = mass * weight
             total_mass = mass.sum(dim=1, keepdim=True)
-        unit = total_mass.clamp_min(torch.finfo(scores.dtype).tiny)
+        unit = total_mass.clamp_min(_TINY)
     valid = torch.logical_and(total_mass[:, 0], numbers[:, 0])  # a product of weights may underflow
     # NaN for a NaN score, which makes its class NaN, even without a positive whose sums would be NaN.
     per_share = scores.clamp(unit, unit)  # [C, M]: the inverse of the share of a positive
@@ -94,61 +101,58 @@ def plain_loss_and_gradient(
     # -inf on the diagonal: a row with itself has no slope, and its weight is added to its sums.
     if torch.compiler.is_compiling():
         place = torch.arange(num_rows, device=scores.device)
-        difference = torch.where(place == place[:, None], -math.inf, difference)
+        sigmoid = torch.where(place == place[:, None], -math.inf, difference).sigmoid()
     else:
         difference.diagonal(dim1=1, dim2=2).fill_(-math.inf)
-    sigmoid = difference.sigmoid_()
+        sigmoid = torch.sigmoid(difference, out=torch.empty_like(difference, dtype=torch.float64))  # one kernel
     # The difference of two negatives at the same infinity is NaN, so the sums of negatives are not used.
     sums = torch.where(positive[:, :, None], _product(sigmoid, groups, groups), of_none)
     minus_total = sums[:, :, 7:]  # -(r + n)
     parts = sums[:, :, 2:5] / (minus_total * per_share[:, :, None])  # [C, M, 3]: the first is the loss of each positive
-    loss = parts[:, :, 0].sum(dim=1, dtype=torch.float64)
+    loss = parts[:, :, 0].sum(dim=1)
     if not with_grad:
         return loss, scores.new_empty(0), valid
 
     if torch.compiler.is_compiling():
-        groups = torch.cat([groups[:, :, :2], parts / minus_total, groups[:, :, 5:]], dim=2)
+        column = torch.arange(8, device=scores.device)
+        groups = torch.where((column < 2) | (column > 4), groups, torch.nn.functional.pad(parts / minus_total, (2, 3)))
     else:
         torch.div(parts, minus_total, out=groups[:, :, 2:5])
     slope = (sigmoid * sigmoid.mT).nan_to_num_(0.0)  # exact to rounding in both tails
     by_row = _product(slope, groups[:, :, :4], None, 1 / temperature)
-    gradient = (by_row * groups[:, :, 3:7]).sum(dim=2)
-    if member is not None:
-        gradient = gradient.masked_fill(~member, 0.0)
-    return loss, gradient, valid
+    products = torch.mul(by_row, groups[:, :, 3:7], out=torch.empty_like(by_row, dtype=scores.dtype))
+    gradient = products.sum(dim=2)
+    return loss, gradient if member is None else torch.where(member, gradient, 0.0), valid
 
 
-def _columns(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _columns(device: torch.device) -> Tensor:
     """Return the columns of a positive, of another row, and of a row without sums, (3, 8).
 
     The fourth number of another row is so small that it only shows where there is no positive.
     """
     if torch.compiler.is_compiling():
-        return torch.tensor(_rows_of_columns(dtype), dtype=dtype, device=device)
-    return _kept_columns(dtype, device)
-
-
-def _rows_of_columns(dtype: torch.dtype) -> list[list[float]]:
-    tiny = torch.finfo(dtype).tiny
-    return [[0, 1, 0, 1, 0, 1, 0, -1], [-1, 0, -1, tiny, 1, 0, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1]]
+        return torch.tensor(_COLUMNS, dtype=torch.float64, device=device)
+    return _kept_columns(device)
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_columns(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept_columns(device: torch.device) -> Tensor:
     # A blocking copy, so that any stream can use it.
-    return torch.tensor(_rows_of_columns(dtype), dtype=dtype, device="cpu").to(device)
+    return torch.tensor(_COLUMNS, dtype=torch.float64, device="cpu").to(device)
 
 
 def _product(matrix: Tensor, columns: Tensor, plus: Tensor | None, factor: float = 1.0) -> Tensor:
     """Return ``plus + factor * matrix @ columns``, (C, M, M) and (C, M, n).
 
-    In a compiled graph it consists of sums, which the compiler fuses with the computation of the matrix, so that no
-    matrix is stored.
+    In a compiled graph it consists of sums, which the compiler fuses with the computation of the matrix.
+    ``torch.where`` replaces ``stack``, and above ``cat``, which it does not fuse.
     """
     if not torch.compiler.is_compiling():
         others, beta = (columns.new_empty(()), 0) if plus is None else (plus, 1)
         return torch.baddbmm(others, matrix, columns, beta=beta, alpha=factor)
-    product = torch.stack([(matrix * column[:, None, :]).sum(dim=2) for column in columns.unbind(dim=2)], dim=2)
+    product, place = columns.new_zeros(()), torch.arange(columns.shape[2], device=columns.device)
+    for index, column in enumerate(columns.unbind(dim=2)):
+        product = torch.where(place == index, (matrix * column[:, None, :]).sum(dim=2, keepdim=True), product)
     return product * factor if plus is None else product + plus
 
 
