@@ -68,6 +68,9 @@ QUICK = [name for name, step in STEPS.items() if not step.is_large]
 OVER_RANKS = {
     "SmoothAP": STEPS["SmoothAP"],
     "SmoothAP of few rows, queue of 1,024": STEPS["SmoothAP"]._replace(loss=_ap(queue_size=1024)),
+    "cross-entropy + SmoothAP": Step(
+        lambda: losses.CombinedLoss({"ce": losses.BCEWithLogitsLoss(), "ap": _ap()()}), 1_000
+    ),
     "SmoothAP, queue of 1,024": STEPS["SmoothAP, queue of 1,024"],
     "SmoothAP, sharded": Step(lambda: ShardedLoss(_ap()()), 100_000),
     "Recall, sharded": Step(

@@ -28,7 +28,8 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 
@@ -52,6 +54,7 @@ _NO_FACTS: Mapping[str, object] = {}
 _MAX_NAMED = 4  # ranks, reasons and values in a message
 _MAX_LENGTH = 2000  # characters of a reason or a fact that are sent: each of W ranks receives W times the longest text
 
+_STAND_IN: ContextVar[Callable[..., Agreement[Any]] | None] = ContextVar("stand_in", default=None)  # of `agree_on`
 _NUMBERS = itertools.count(1)  # of the agreements in this process, in the order in which they begin
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
@@ -179,6 +182,9 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             offer.check.read()
         totals = [*map(float, offer.totals), *[0.0] * (NUM_TOTALS - len(offer.totals))]
         return Agreement(offer.value, (offer.rows,), [totals])
+    stand_in = _STAND_IN.get()
+    if stand_in is not None:
+        return stand_in(call, ranks, bring)
     if func_transforms_are_active() and bring is not _refuse_transforms:
         with outside_func_transforms():  # only plain tensors can travel
             return agree_on(call, ranks, _refuse_transforms)
@@ -241,6 +247,45 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         agreed.arrived = parcel.read(room, counts)
     room.adapt(needed)
     return agreed
+
+
+def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+    """Return the results of two calls that agree over the same ranks, in one agreement.
+
+    ``first`` waits in its agreement until ``second`` has ended, with whose offer its own travels: totals, facts and a
+    check alone. Calls that agree over different ranks, or not at all, run one after the other.
+    """
+    waiting: list[tuple[str, ProcessGroup, Callable[[], Offer[Any]]]] = []
+    answers: list[Agreement[Any]] = []
+    results: list[U] = []
+
+    def stand_in(call: str, ranks: ProcessGroup, bring: Callable[[], Offer[Any]]) -> Agreement[Any]:
+        if not waiting:
+            waiting.append((call, ranks, bring))
+            results.append(second())
+        _STAND_IN.set(None)
+        name, others, bring_first = waiting[0]
+        if answers or bring is bring_first or ranks is not others:
+            return answers[0] if answers else agree_on(call, ranks, bring)
+        offers: list[Offer[Any]] = []
+
+        def bring_both() -> Offer[Any]:
+            offers[:] = one, offer = bring_first(), bring()
+            facts = {f"{key} of {name}": fact for key, fact in one.facts.items() if offer.facts.get(key) != fact}
+            totals, check = [*offer.totals, *one.totals], combined([one.check, offer.check])
+            return replace(offer, facts={**offer.facts, **facts}, totals=totals, check=check)
+
+        agreed = agree_on(f"{name} + {call}", ranks, bring_both)
+        start = len(offers[1].totals)
+        answers.append(Agreement(offers[0].value, agreed.rows, [totals[start:] for totals in agreed.totals]))
+        return agreed
+
+    token = _STAND_IN.set(stand_in)
+    try:
+        value = first()
+    finally:
+        _STAND_IN.reset(token)
+    return value, results[0] if results else second()
 
 
 def _refuse_transforms() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.group import check_gather_distributed
-from ...distributed.header import Offer, State, agree_on
+from ...distributed.header import Offer, State, agree_on, agree_once
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import Words, check_amount, expected
 from ...queues.memory_queue import check_saved_queues
 from ..base import DistributedLoss
+from ..pooled.base import RankingLoss
 from ..rows import check_exact, class_range_check, has_values
-from ..summed.base import aligned
+from ..summed.base import SummedLoss, aligned
 
 _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and the same weights on every rank."
 _OPTIONAL = ("iid_mask", "sample_weight", "indexes")
@@ -126,8 +128,9 @@ class CombinedLoss(LossOfParts):
         RuntimeError: when ranks disagree about the parts or their weights.
 
     Distributed:
-        The collectives of the parts, which compare the weights. With a part that is not a loss of this package, one
-        more, a header: an error in that part is then raised on every rank.
+        The collectives of the parts, which compare the weights. A ranking loss and a cross-entropy or focal loss, not
+        balanced, share one header. With a part that is not a loss of this package there is one more, a header: an error
+        in that part is then raised on every rank.
 
     Example:
         >>> import torch
@@ -212,14 +215,26 @@ class CombinedLoss(LossOfParts):
                 name: any(hasattr(module, "reset_queue") for module in part.modules())
                 for name, part in self.losses.items()
             }
-            for name in sorted(self.losses, key=lambda name: has_queue[name]):
+
+            def value_of(name: str) -> Tensor:
                 part = self.losses[name]
                 of_part = targets_for(part, logits, targets, validate_args=validate_args)
                 value = part(logits, of_part, **{key: options[key] for key in self._takes[name] if key in options})
                 if not isinstance(value, Tensor):
                     returned = Words(type(value).__name__)
                     raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
-                values[name] = value
+                return value
+
+            names = sorted(self.losses, key=lambda name: has_queue[name])
+            parts = [(name, self.losses[name]) for name in names]
+            pooled = next((name for name, part in parts if isinstance(part, RankingLoss)), None)
+            # Balanced weights need rows of their own; the sums of other losses have room in the header of a pool.
+            summed = next((n for n, part in parts if isinstance(part, SummedLoss) and not part._is_balanced), None)
+            for name in names:
+                if name == pooled and summed:
+                    values[summed], values[name] = agree_once(partial(value_of, summed), partial(value_of, name))
+                elif name != summed or not pooled:
+                    values[name] = value_of(name)
             return Offer(values)
 
         of_package = [module for module in self.modules() if isinstance(module, DistributedLoss)]

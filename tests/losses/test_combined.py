@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from loss_cases import draw
 from on_ranks import on_ranks
 from torch import Tensor, nn
@@ -164,6 +166,29 @@ def test_a_part_must_return_a_tensor() -> None:
 
     with pytest.raises(TypeError, match=r"losses\['pair'\]: expected a loss that returns a tensor, got tuple"):
         CombinedLoss({"pair": Pair()})(*draw(ROWS))
+
+
+@pytest.mark.parametrize(("ce", "collectives"), [("sums", 1), ("balanced", 2), ("own rows", 1), ("other group", 2)])
+@on_ranks()
+def test_a_sum_over_ranks_and_a_pool_agree_once(rank: int, ce: str, collectives: int) -> None:
+    """The same bits as the parts alone, with a rank without rows; where they cannot agree once, each by itself."""
+    options: dict[str, Any] = {
+        "sums": {},
+        "balanced": {"class_weight": "balanced"},
+        "own rows": {"gather_distributed": False},
+        "other group": {"group": dist.new_group()},
+    }[ce]
+    parts, alone = ({"ap": SmoothAPLoss(1, queue_size=20), "ce": BCEWithLogitsLoss(**options)} for _ in range(2))
+    loss = CombinedLoss(parts)
+    for step in range(3):
+        logits, targets = draw(ROWS * rank, seed=10 * step + rank)
+        with CollectiveCounter() as counter:
+            found = loss(logits, targets)
+        expected = alone["ap"](logits, targets) + alone["ce"](logits, targets)
+        gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+        assert torch.equal(found, expected)
+        assert torch.equal(*gradients)
+    assert counter.total == collectives
 
 
 @pytest.mark.parametrize("step", [0, 1])
