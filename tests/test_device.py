@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from loss_cases import FORMS, INPUTS, Form, normal
 from scripts import run_script
 from subjects import error
 from torch import nn
+from workers import error_of
 
 import fullrank
 from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.node_tables import beyond_reach
 from fullrank.losses import SigmoidFocalLoss, SmoothAPLoss, smooth_ap
-from fullrank.losses.rows import _has_float64
+from fullrank.losses.rows import TargetRule, _has_float64, check_batch
 
 ROWS = torch.arange(6.0)
 
@@ -217,6 +219,26 @@ def test_accumulating_and_clipping_give_the_bits_of_the_cpu() -> None:
 
 
 # What an accelerator does not have
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("ignored", [-(2**63), -1, 0, 1, 2, 3, 2**62, 2**63 - 1])
+def test_a_check_that_waits_for_the_header_finds_what_the_host_does(ignored: int, classes: int) -> None:
+    """The control: a target that is neither a class nor ignored."""
+    right = [ignored, *({*range(max(2, classes))} - {ignored})]
+    for targets in (right, [*right, 7]):
+        outcomes = []
+        for device, defers in (("cpu", False), (DEVICE, False), (DEVICE, True)):
+            rows = torch.zeros(len(targets), classes).to(device), torch.tensor(targets).to(device)
+
+            def check(rows: Any = rows, defers: bool = defers) -> None:
+                batch = check_batch(*rows, None, None, TargetRule(classes, ignored), defers=defers)
+                if batch.check is not None:
+                    batch.check.read()
+
+            outcomes.append(error_of(check))
+        assert outcomes[0] == outcomes[1] == outcomes[2]
+        assert (outcomes[0][0] == "none") == (targets is right), outcomes
 
 
 def test_a_device_without_float64_is_refused() -> None:
