@@ -195,9 +195,8 @@ class ShardedLoss(nn.Module):
         """
         loss = self.loss
         if isinstance(loss, PAUCAtBudgetLoss):
-            per_class, flat_class = trapezoid_of_shard(shard, loss._area, loss.temperature)
-            if flat_class is not None and loss.validate_args:
-                loss._warn_of_flat(flat_class)
+            per_class, flat = trapezoid_of_shard(shard, loss._area, loss.temperature)
+            loss._observe_flat(flat)
             return per_class
         temperature = loss.temperature
         if temperature is None:

@@ -23,7 +23,7 @@ from ..kernels.pairs import sigmoid_and_slope
 from ..kernels.quantiles import Levels
 from ..kernels.registration import exact
 from ..kernels.selection import Selected, num_counts, select_levels
-from ..losses.pooled.pauc_surrogates import PartialArea, first_flat, fractions_of, thresholds_of
+from ..losses.pooled.pauc_surrogates import PartialArea, fractions_of, thresholds_of
 from ..losses.pooled.pool import PerClass
 from .shard import Positives, Shard
 
@@ -46,8 +46,8 @@ def recall_of_shard(
     return _loss_of(shard, positives, total, has_nan > 0, valid, rule)
 
 
-def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> tuple[PerClass | None, int | None]:
-    """Return the missed area of each class by the trapezoid rule, and the first class with a flat reference.
+def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> tuple[PerClass | None, Tensor | None]:
+    """Return the missed area of each class by the trapezoid rule, and which classes have a flat reference.
 
     The former is None if the rows are to be gathered.
     """
@@ -69,7 +69,7 @@ def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> t
     taus = torch.where(valid, thresholds.tau, 1.0)
     rule = _Rule(thresholds.edges.where(valid), weights, taus, reference, area.threshold_gradient)
     per_class = _loss_of(shard, positives, total, has_nan > 0, valid, rule)
-    return per_class, first_flat((total > 0) & thresholds.has_reference & ~thresholds.resolved)
+    return per_class, (total > 0) & thresholds.has_reference & ~thresholds.resolved
 
 
 def _pays(shard: Shard, num_fractions: int, interpolation: str) -> bool:

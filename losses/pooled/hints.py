@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Hints:
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
         self._copied_calls = self._copied_rows = self._wide_calls = 0
         self._are_logits = False  # whether a score has been outside of [0, 1]
-        self._copies: list[tuple[Copy, Callable[[list[float]], None]]] = []  # each with what to call when it is there
+        self._copies: list[tuple[Copy, Callable[[Any], None]]] = []  # each with what to call when it is there
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
@@ -135,7 +135,7 @@ class Hints:
         if not self._looks_for_all:
             return
         if live.logits.shape[0] >= _FEW_ROWS and not self._are_logits and "probabilities" not in self._warned:
-            self._read(torch.stack(live.logits.detach().aminmax()), self._check_range)
+            self.read(torch.stack(live.logits.detach().aminmax()), self._check_range)
         if setting.temperature is None or "gradient" in self._warned:
             return
         if pool.scores.requires_grad and pool.scores.numel() > 0:
@@ -144,7 +144,7 @@ class Hints:
     def observe_valid(self, valid: Tensor, empty: Empty) -> None:
         """Look at which classes, queries or rows of one call are valid; a call with none counts as ``empty``."""
         if "empty" not in self._warned:
-            self._read(valid.any()[None], lambda found: self._count_empty_calls(any(found), empty))
+            self.read(valid.any()[None], lambda found: self._count_empty_calls(any(found), empty))
 
     def _count_empty_calls(self, any_valid: bool, empty: Empty) -> None:
         self._empty_calls = 0 if any_valid else self._empty_calls + 1
@@ -164,7 +164,7 @@ class Hints:
         for tensor in rows:
             of_ranks = tensor.reshape(num_ranks, count, -1)
             are_copies = are_copies & (of_ranks == of_ranks[:1]).all()
-        self._read(are_copies[None], lambda found: self._count_copies(bool(found[0]), count, num_ranks))
+        self.read(are_copies[None], lambda found: self._count_copies(bool(found[0]), count, num_ranks))
 
     def _count_copies(self, are_copies: bool, count: int, num_ranks: int) -> None:
         self._copied_calls = self._copied_calls + 1 if are_copies else 0
@@ -207,7 +207,7 @@ class Hints:
             counted = positive & (open_to_gain & is_used)[:, None]
             lost = counted & (size <= _NO_GRADIENT * size.amax(dim=1, keepdim=True))
             sums = torch.stack([lost.sum(), counted.sum()])
-            self._read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
+            self.read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
 
         pool.scores.register_hook(count)
 
@@ -221,7 +221,7 @@ class Hints:
                 "has it, which follows the spread of the scores.",
             )
 
-    def _read(self, values: Tensor, use: Callable[[list[float]], None], *, later: bool = False) -> None:
+    def read(self, values: Tensor, use: Callable[[Any], None], *, later: bool = False) -> None:
         """Call ``use`` with ``values``: in a later training call if ``later``, or if they are on an accelerator."""
         copy = start_copy(values)
         if copy is not None:

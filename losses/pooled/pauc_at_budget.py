@@ -349,15 +349,21 @@ class PAUCAtBudgetLoss(RankingLoss):
         tilts = missed.tilts
         has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
         vars(self)["_tilts"] = tilts if has_numbers else None
-        if missed.flat_class is not None and self.validate_args:
-            self._warn_of_flat(missed.flat_class)
+        self._observe_flat(missed.flat)
         return missed
 
-    def _warn_of_flat(self, flat_class: int) -> None:
+    def _observe_flat(self, flat: Tensor | None) -> None:
+        """Warn once if a class is flat; see :class:`MissedArea`."""
+        if flat is not None and self.validate_args and has_values(flat):
+            self._hints.read(flat, self._warn_of_flat)
+
+    def _warn_of_flat(self, flat: list[bool]) -> None:
+        if True not in flat:
+            return
         other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
         self._hints.warn_once(
             "flat",
-            f"class {flat_class} is left out. Its reference scores hardly differ: the scale "
+            f"class {flat.index(True)} is left out. Its reference scores hardly differ: the scale "
             f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
             f"band, or try {other}.",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -105,9 +105,7 @@ class MissedArea(NamedTuple):
     """The loss of each class, and what is reported next to it."""
 
     per_class: PerClass
-    # The first class that has positives and reference rows, but whose scores do not differ. None without such a class,
-    # and where no value may be read.
-    flat_class: int | None
+    flat: Tensor | None  # [C] bool: the class has positives and reference rows, but their scores do not differ
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
     tilts: Tensor | None = None  # [C] the lambda of each class, under "dro"
 
@@ -146,12 +144,14 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         carriers = Carriers(reference, pool.live, pool.key_weight) if area.threshold_gradient else None
         losses = below_levels(pool.scores, share, knots, weights, thresholds.tau, carriers)
         missed = shares_below(pool.scores, knots, weights, thresholds.tau) if with_stats else losses
-        flat_class = first_flat(flat)
     else:
         rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
         if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
             valid = valid & rivals.any(dim=1)
-        pairs, flat_class = _compact(pool.scores, numerator, share, rivals, pool.key_weight, flat)
+        sizes = None  # of numerator and rivals, where the host knows them
+        if pool.num_positive is not None and pool.live is pool.iid is pool.member is None and area.surrogate == "dro":
+            sizes = pool.num_positive, pool.scores.shape[1] - pool.num_positive
+        pairs = _compact(pool.scores, numerator, share, rivals, pool.key_weight, sizes)
         pairs = _filled(pairs, thresholds, valid)
         share = pairs.share
         if area.surrogate == "dro":
@@ -167,7 +167,7 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
         variance = ((missed - mean) ** 2 * share).sum(dim=1)
         counted = _in_band(pool, negative, thresholds) & iid_negative
         stats = _stats_of(thresholds, valid, variance, counted, live)
-    return MissedArea(PerClass(losses, valid), flat_class, stats, tilts)
+    return MissedArea(PerClass(losses, valid), flat, stats, tilts)
 
 
 def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> Thresholds:
@@ -287,30 +287,34 @@ def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
 
 
 def _compact(
-    scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None, flat: Tensor | None
-) -> tuple[_Pairs, int | None]:
-    """Return the positives in ``numerator`` with their share, the rivals with their weight, and the flat class.
+    scores: Tensor,
+    numerator: Tensor,
+    share: Tensor,
+    rivals: Tensor,
+    weight: Tensor | None,
+    sizes: Sequence[int] | None,
+) -> _Pairs:
+    """Return the positives in ``numerator`` with their share, and the rivals with their weight.
 
-    P and K are the largest numbers of entries of any class. All numbers are read at once, so the device is waited for
-    once. Where values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
+    P and K are the largest numbers of entries of any class, ``sizes`` if the host knows them. Else both are read at
+    once, so the device is waited for once. Where values cannot be read, as while compiling, the masks are those passed,
+    (C, M), with all scores.
     """
     if scores.shape[0] == 0 or not has_values(numerator):
         mass = None if weight is None else weight.expand_as(scores)
-        return _Pairs(numerator, scores, share, rivals, scores, mass), None
-    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
-    numbers = torch.stack([count.max() for count in counts] + ([] if flat is None else [flat.any()]))
-    (*sizes, is_flat) = numbers.tolist() if flat is not None else (*numbers.tolist(), 0)
-    first = int(flat.nonzero()[0, 0]) if flat is not None and is_flat else None
+        return _Pairs(numerator, scores, share, rivals, scores, mass)
+    counts = [mask.sum(dim=1) for mask in (numerator, rivals)] if sizes is None else []  # [C] each
+    sizes = torch.stack([count.max() for count in counts]).tolist() if sizes is None else sizes
     if scores.shape[0] == 1:
         both = torch.cat([numerator[0], rivals[0]])
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
         mass = None if weight is None else weight[rows[sizes[0] :]][None]
-        return _Pairs(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass), first
+        return _Pairs(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
     (index, mask), (rival_index, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
     mass = None if weight is None else weight[rival_index]
     queries, points = scores.gather(1, index), scores.gather(1, rival_index)
-    return _Pairs(mask, queries, share.gather(1, index), inside, points, mass), first
+    return _Pairs(mask, queries, share.gather(1, index), inside, points, mass)
 
 
 def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -327,11 +331,3 @@ def _filling(thresholds: Thresholds, valid: Tensor) -> Tensor:
     lowest = thresholds.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators
     return torch.where(is_finite & valid[:, None], lowest, 0.0)
-
-
-def first_flat(flat: Tensor | None) -> int | None:
-    """Return the first class that is flat, None without one."""
-    if flat is None or not has_values(flat):
-        return None
-    classes = flat.tolist()
-    return classes.index(True) if True in classes else None

@@ -70,9 +70,15 @@ MISUSES = {
     "probabilities": (AP, {"make_scores": lambda s: draw(s).sigmoid()}, "sigmoid"),
     "two columns": (partial(SmoothAPLoss, 2, temperature=0.1), {"make_scores": lambda s: draw(s, 2)}, "num_classes=1"),
 }
+# A class whose scores are equal: in eval mode it is warned of too.
+FLAT = {
+    "make_scores": lambda s: (draw(s, 3).detach() * torch.tensor([0.0, 1, 1])).requires_grad_(),
+    "targets": torch.arange(ROWS) % 3,
+}
+WARNED = MISUSES | {"flat": (partial(PAUCAtBudgetLoss, 3, beta=0.3, surrogate="trapezoid"), FLAT, "widen the band")}
 
 
-@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+@pytest.mark.parametrize(("make", "steps", "fix"), WARNED.values(), ids=WARNED)
 def test_a_misuse_warns_once_and_names_the_fix(device, make, steps, fix):
     steps = dict(steps)
     draw_scores, targets = steps.pop("make_scores", draw), steps.pop("targets", every(5))
@@ -341,7 +347,7 @@ def arrives_late(values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
+@pytest.mark.parametrize(("make", "steps", "fix"), WARNED.values(), ids=WARNED)
 def test_values_that_arrive_late_give_the_same_hint(monkeypatch, make, steps, fix):
     monkeypatch.setattr(hints, "start_copy", arrives_late)
     (text,) = texts_of(make(), 60, **steps)
