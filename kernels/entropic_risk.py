@@ -27,12 +27,14 @@ from torch import Tensor
 from .pairs import chunk_size, chunks_of_pairs
 from .registration import register, scaled
 
-MOST_POWERS = 100
+MOST_POWERS = 100  # a smaller lambda than 1/100 is summed pair by pair
 # The values of 1 / lambda for :func:`tilts_of_budget`. With a small budget scores stay close together in training, and
 # a larger value would leave little but the top negative.
 MULTIPLES = range(1, 13)
 _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
-POWER = 10_000  # pairs that take as long as one power of a few rows
+# Pairs that take as long as one power of a few rows, on the host. An accelerator has it too: there a power is no kernel
+# of its own, so that the value matters little, and no other was measured.
+POWER = 10_000
 
 
 def entropic_risk(

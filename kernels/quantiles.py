@@ -20,7 +20,7 @@ from .torch_private import func_transforms_are_active, is_followed, is_plain
 
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
 BLENDED = ("linear", "midpoint")  # the quantile may lie between two scores
-BRACKETED = 2**15  # rows from which ranks are bracketed by a sample first
+BRACKETED = 2**15  # rows from which ranks are bracketed by a sample first, on the host alone
 SAMPLE = 4096
 _SNAP = 1e-9  # relative distance at which a rank counts as an integer: (1 - 0.7) * 10 is 3.0000000000000004
 

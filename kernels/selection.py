@@ -18,8 +18,8 @@ from torch import Tensor
 from .bins import chunks
 from .quantiles import BLENDED, Levels, blend, ranks_of
 
-MOST_BITS = 11  # of a digit
-MOST_COUNTS = 2**17  # in one round, 1 MiB, as long as a digit has MIN_BITS
+MOST_BITS = 11  # of a digit: float32 has three digits and float64 six, each of which is a collective
+MOST_COUNTS = 2**17  # in one round, 1 MiB, as long as a digit has MIN_BITS: it bounds memory and what travels
 MIN_BITS = 4
 _WIDTH = {torch.float32: 32, torch.float64: 64}
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
