@@ -161,6 +161,10 @@ class CombinedLoss(LossOfParts):
                 raise ValueError(expected("losses", "names of attributes", name, f"{error.args[0]}.")) from None
         self.weights = dict.fromkeys(losses, 1.0) if weights is None else weights
         self.parts = {}
+        pooled = (name for name, loss in losses.items() if isinstance(loss, RankingLoss))
+        # Balanced weights need rows of their own; the sums of other losses have room in the header of a pool.
+        summed = (n for n, loss in losses.items() if isinstance(loss, SummedLoss) and not loss._is_balanced)
+        self._agreeing_once = next(summed, None), next(pooled, None)
         self._takes = {name: [option for option in _OPTIONAL if takes(loss, option)] for name, loss in losses.items()}
 
     @property
@@ -225,11 +229,7 @@ class CombinedLoss(LossOfParts):
                     raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
                 return value
 
-            names = sorted(self.losses, key=lambda name: has_queue[name])
-            parts = [(name, self.losses[name]) for name in names]
-            pooled = next((name for name, part in parts if isinstance(part, RankingLoss)), None)
-            # Balanced weights need rows of their own; the sums of other losses have room in the header of a pool.
-            summed = next((n for n, part in parts if isinstance(part, SummedLoss) and not part._is_balanced), None)
+            names, (summed, pooled) = sorted(self.losses, key=lambda name: has_queue[name]), self._agreeing_once
             for name in names:
                 if name == pooled and summed:
                     values[summed], values[name] = agree_once(partial(value_of, summed), partial(value_of, name))
