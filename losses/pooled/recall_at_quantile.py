@@ -26,6 +26,7 @@ from .pool import (
 )
 
 Surrogate = Literal["dro", "sigmoid"]
+_SURROGATES = (None, *get_args(Surrogate))
 
 SPREAD_MULTIPLE = 0.3  # of the spread of the scores: the automatic temperature
 # Arguments that only some surrogates use, with their defaults.
@@ -134,7 +135,7 @@ def _checked_form(
     """Return the surrogate, or raise TypeError or ValueError for arguments that define no loss."""
     check_share("quantile", quantile)
     check_choice("quantile_interpolation", interpolation, INTERPOLATIONS)
-    check_choice("surrogate", surrogate, (None, *get_args(Surrogate)))
+    check_choice("surrogate", surrogate, _SURROGATES)
     used: dict[str, object] = {"temperature": temperature, "quantile_interpolation": interpolation}
     used["threshold_gradient"] = threshold_gradient
     form = _form(surrogate, **used)
@@ -210,8 +211,7 @@ class RecallAtQuantileLoss(RankingLoss):
     @property
     def form(self) -> str:
         """The surrogate of the next call: ``surrogate``, or that which uses the arguments that were given."""
-        names = {name: getattr(self, name) for name in _USED_BY}
-        return _form(self.surrogate, **names)
+        return self.surrogate or _form(None, **{name: getattr(self, name) for name in _USED_BY})
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class."""
@@ -233,4 +233,4 @@ class RecallAtQuantileLoss(RankingLoss):
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        check_choice("surrogate", self.surrogate, (None, *get_args(Surrogate)))
+        check_choice("surrogate", self.surrogate, _SURROGATES)
