@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import DEVICE, count, deterministic, no_float64, no_waits
 from loss_cases import FORMS, INPUTS, Form, normal
 from scripts import run_script
 from subjects import error
 from torch import nn
+from torch.distributed.distributed_c10d import BackendConfig
 from workers import error_of
 
 import fullrank
@@ -390,6 +392,16 @@ def test_values_that_do_not_fit_raise_the_same_on_every_rank(over_ranks: str, na
         assert reason in text
     lines = [line for line in over_ranks.splitlines() if line.startswith("softmax none")]  # the control
     assert ["after 2 waits: 0" in line for line in lines] == [True, True]  # the header, and the value the script reads
+
+
+def test_a_group_without_a_backend_serves_the_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs there what it does in a group of the accelerator. The control: a group that serves the host too."""
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, DEVICE.type, "gloo")
+    served = [
+        list(BackendConfig(dist.Backend(name)).device_backend_map)
+        for name in (dist.Backend.UNDEFINED, f"cpu:gloo,{DEVICE.type}:gloo")
+    ]
+    assert served == [[DEVICE.type], ["cpu", DEVICE.type]]
 
 
 def test_a_sharded_loss_leaves_out_rows_that_one_rank_ignores(over_ranks: str) -> None:
