@@ -161,6 +161,9 @@ class CombinedLoss(LossOfParts):
                 raise ValueError(expected("losses", "names of attributes", name, f"{error.args[0]}.")) from None
         self.weights = dict.fromkeys(losses, 1.0) if weights is None else weights
         self.parts = {}
+        # Parts without a queue come first. If one of them raises, nothing has been enqueued.
+        has_queue = {n: any(hasattr(module, "reset_queue") for module in part.modules()) for n, part in losses.items()}
+        self._order = sorted(losses, key=lambda name: has_queue[name])
         pooled = (name for name, loss in losses.items() if isinstance(loss, RankingLoss))
         # Balanced weights need rows of their own; the sums of other losses have room in the header of a pool.
         summed = (n for n, loss in losses.items() if isinstance(loss, SummedLoss) and not loss._is_balanced)
@@ -214,11 +217,6 @@ class CombinedLoss(LossOfParts):
         def evaluate() -> Offer[dict[str, Tensor]]:
             values = {}
             validate_args = all(getattr(module, "validate_args", True) for module in self._members())
-            # Parts without a queue come first. If one of them raises, nothing has been enqueued.
-            has_queue = {
-                name: any(hasattr(module, "reset_queue") for module in part.modules())
-                for name, part in self.losses.items()
-            }
 
             def value_of(name: str) -> Tensor:
                 part = self.losses[name]
@@ -229,8 +227,8 @@ class CombinedLoss(LossOfParts):
                     raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
                 return value
 
-            names, (summed, pooled) = sorted(self.losses, key=lambda name: has_queue[name]), self._agreeing_once
-            for name in names:
+            summed, pooled = self._agreeing_once
+            for name in self._order:
                 if name == pooled and summed:
                     values[summed], values[name] = agree_once(partial(value_of, summed), partial(value_of, name))
                 elif name != summed or not pooled:
