@@ -75,7 +75,7 @@ library = Extension(
     extra_link_args=STRIP.get(sys.platform, []),
     export_symbols=[
         f"{name}_float{bits}"
-        for name in ("smooth_ap", "smooth_ap_of_rows", "moments", "evaluate", "rates")
+        for name in ("smooth_ap", "smooth_ap_of_rows", "ndcg", "moments", "evaluate", "rates")
         for bits in (32, 64)
     ],
     optional=True,  # without a compiler torch computes the same

@@ -1,4 +1,4 @@
-"""The passes over rows and pairs of Smooth-AP in C. Without the library, torch computes them.
+"""The passes over rows and pairs of Smooth-AP and of NDCG in C. Without the library, torch computes them.
 
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
@@ -13,6 +13,7 @@ import ctypes
 import functools
 import itertools
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
         arguments = {
             "smooth_ap": [*[_POINTER] * 5, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
             "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
+            "ndcg": [*[_POINTER] * 5, _NUMBER, _DOUBLE, *[_NUMBER] * 3, *[_POINTER] * 2],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 4],
             "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER, _DOUBLE, *[_POINTER] * 4],
@@ -220,6 +222,47 @@ def smooth_ap_of_rows(
     numbers = num_rows, num_classes, ignore_index, ctypes.byref(width), scale, most
     is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*pool, of_positives, of_keys, *numbers, *out)
     return (loss, valid, gradient, width.value) if is_computed else None
+
+
+def ndcg(
+    scores: Tensor,
+    gains: Tensor,
+    member: Tensor | None,
+    weight: Tensor | None,
+    indexes: Tensor | None,
+    temperature: float,
+    top: int | None,
+    is_mean: bool,
+    with_grad: bool,
+    most: int,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the mean or the sum over the queries of one minus the smooth NDCG, float64, and its gradient (M,).
+
+    None for rows that are not ordinary, see sums.c, and for tensors that the gate refuses.
+
+    Args:
+        scores: (M,), of a dtype that the library has functions for.
+        gains: (M,) float64.
+        member: (M,) bool, the rows that take part, and all with a gain; None for all.
+        weight: (M,) float64, of which a query has the mean; None for 1.
+        indexes: (M,) int64, the query of each row; None for one query.
+        temperature: > 0.
+        top: places that count; None for all.
+        is_mean: False for the sum.
+        with_grad: whether to return the gradient.
+        most: pairs of a row with a gain and a row of its query up to which C computes the loss.
+    """
+    shape, gradient = scores.shape, scores.new_empty(scores.shape) if with_grad else None
+    loss = scores.new_empty((), dtype=torch.float64)
+    columns = [None if given is None else given.contiguous() for given in (scores, gains, member, weight, indexes)]
+    dtypes = scores.dtype, torch.float64, torch.bool, torch.float64, torch.int64
+    try:
+        rows = [_address(column, dtype, shape) for column, dtype in zip(columns, dtypes)]
+    except _Refused:
+        return None
+    numbers = len(scores), temperature, sys.maxsize if top is None else top, is_mean, most
+    out = loss.data_ptr(), None if gradient is None else gradient.data_ptr()
+    return (loss, gradient) if FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
 
 
 def moments(

@@ -20,6 +20,17 @@
 //   returns 1, or 0 if the caller must compute it: other targets, a key_weight of 0, scores that are not finite or
 //   whose spread is not usual, too many pairs, and what smooth_ap refuses
 //
+// ndcg: the mean or the sum over the queries of one minus the smooth NDCG
+//   scores, gains, member     (rows); member may be NULL for all rows, and has no row outside of it with a gain
+//   weight                    (rows), of which a query has the mean; NULL for 1
+//   indexes                   (rows), ascending, the query of each row; NULL for one query
+//   top                       places that count, >= 1
+//   is_mean                   0 for the sum
+//   most                      with more pairs of a row with a gain and a row of its query nothing is computed
+//   loss, gradient            (1) and (rows), written; gradient NULL for the loss alone
+//   returns 1, or 0 if torch must compute it: queries that are not sorted, a gain below 0, scores further apart than
+//   WIDEST, too many pairs, and what smooth_ap refuses
+//
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 //   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
 //
@@ -42,9 +53,11 @@
 #endif
 #define BLOCK 512  // sums of REAL are this long; longer ones are of double
 #define LANES 16   // parts of these sums, and what arrays of keys are padded to
+#define FEW 64     // numbers of a sum of REAL that is short for the sake of its digits
 #define PADDED(size) (((size) + LANES - 1) / LANES * LANES)
 #define WORK(num_rows) (9 * (num_rows) + 8 * LANES)  // numbers: the positives are some of the rows
 #define NEAR (FAR - 55)  // temperatures: exp(-55) is nothing next to 1
+#define WIDEST (2 * FAR - 1)  // range of scores in temperatures whose keys around the middle are normal numbers
 #define LEAST 1e-30      // temperature: 1 / LEAST is a number of REAL
 #define MOST 0x7fffffff  // rows, which places number; and classes times rows are less than 2^55
 #define FITS(num_classes, num_rows) \
@@ -52,6 +65,30 @@
 #define MAGIC 6755399441055744.0  // 1.5 * 2^52
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
+
+#define LN2 0.69314718055994530942
+
+// The binary logarithm of a normal number, from the series of atanh around a power of two.
+INLINE double binary_logarithm(double number) {
+  union { double number; int64_t bits; } x = {number}, root = {0.70710678118654752440};
+  const int64_t power = (x.bits - root.bits) >> 52;
+  x.bits -= power << 52;
+  const double ratio = (x.number - 1) / (x.number + 1), square = ratio * ratio;
+  double series = 1. / 23;
+  for (int k = 21; k > 0; k -= 2) series = series * square + 1. / k;
+  return (double)power + ratio * series * (2 / LN2);
+}
+
+// Sort the numbers in descending order.
+INLINE void sort(double* numbers, int64_t size) {
+  for (int64_t gap = size / 2; gap; gap /= 2)
+    for (int64_t i = gap; i < size; ++i) {
+      const double number = numbers[i];
+      int64_t j = i;
+      for (; j >= gap && numbers[j - gap] < number; j -= gap) numbers[j] = numbers[j - gap];
+      numbers[j] = number;
+    }
+}
 
 #define PASTE(name, type) name##_##type
 #define JOIN(name, type) PASTE(name, type)

@@ -14,9 +14,13 @@ from ...distributed.gather import gather_agreed
 from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
 from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, check_tensor, expected
+from ...kernels import native
+from ...kernels.costs import costs_of
+from ...kernels.registration import with_gradients
 from ...kernels.sigmoid_sums import sigmoid_sums
 from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
+from ...kernels.torch_private import is_followed
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
 from ..rows import (
@@ -31,7 +35,7 @@ from ..rows import (
 )
 from .hints import NO_GRADES, Hints
 from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
-from .query_blocks import query_blocks, slates_of_one_length
+from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 MOST_GRADES = 4096  # whole numbers up to it are counted, which is cheaper than sorting them
@@ -66,7 +70,8 @@ class NDCGLoss(CurrentTemperature):
 
     Numerics:
         Half precision is computed in float32, sums in float64. The soft ranks take time linear in the rows of a query,
-        or quadratic for few rows. Queries are padded to similar lengths, which at most doubles the rows.
+        or quadratic for few rows. On the host the library in C takes few rows, sorted by query, as they are. Otherwise,
+        and with ``reduction="none"``, queries are padded to similar lengths, which at most doubles the rows.
 
     Distributed:
         One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. A query
@@ -218,12 +223,14 @@ class NDCGLoss(CurrentTemperature):
         if temperature is None:
             temperature = SPREAD_MULTIPLE * spread_of(scores[None], None if member is None else member[None])
         self._last_temperature = temperature
-        shape = (1, len(scores)) if indexes is None else slates_of_one_length(indexes)
-        if shape is not None:
-            whole = None if member is None else member.view(shape)
-            values, valid = self._of_queries(scores.view(shape), grades.view(shape), whole, temperature)
-            factors = None if weight is None else _mean_of_rows(weight.view(shape), whole)
-        elif indexes is not None:
+        loss = self._in_c(scores, grades, member, weight, indexes, temperature)
+        if loss is not None:
+            return loss
+        if indexes is None:
+            whole = None if member is None else member[None]
+            values, valid = self._of_queries(scores[None], grades[None], whole, temperature)
+            factors = None if weight is None else _mean_of_rows(weight[None], whole)
+        else:
             num_queries, blocks = query_blocks(indexes)
             values = scores.new_zeros(num_queries, dtype=torch.float64)
             values = values + scores[:0].sum()  # connects the loss to the rows even without a block
@@ -239,6 +246,29 @@ class NDCGLoss(CurrentTemperature):
                     factors[block.queries] = _mean_of_rows(block.take(weight), inside)
         values = values if factors is None else values * factors
         return reduce_values(PerClass(values, valid), self.reduction, dtype, factors)
+
+    def _in_c(
+        self,
+        scores: Tensor,
+        grades: Tensor,
+        member: Tensor | None,
+        weight: Tensor | None,
+        indexes: Tensor | None,
+        temperature: float,
+    ) -> Tensor | None:
+        """Return the loss of few rows of sorted queries on the host from one call of C; None if it does not apply."""
+        if self.reduction == "none" or not native.is_usable(scores) or is_followed():
+            return None
+        rows, is_mean = (scores.detach(), self._gains(grades), member, weight, indexes), self.reduction == "mean"
+        with_grad = torch.is_grad_enabled() and scores.requires_grad
+        most = costs_of(scores.device).most_native_pairs(1, len(scores))
+        found = native.ndcg(*rows, float(temperature), self.top, is_mean, with_grad, most)
+        if found is None:
+            return None
+        loss, gradient = found[0].to(scores.dtype), found[1]
+        if gradient is not None:
+            loss = with_gradients("a ranking loss", loss, [gradient], scores)
+        return note_kind(loss) if is_mean else loss
 
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.costs import costs_of
-
 
 def query_blocks(indexes: Tensor) -> tuple[int, list[QueryBlock]]:
     """Return the number of queries, and their rows in blocks.
@@ -35,22 +33,6 @@ def query_blocks(indexes: Tensor) -> tuple[int, list[QueryBlock]]:
         rows = order[(start[queries][:, None] + place).clamp_max_(order.numel() - 1)]
         blocks.append(QueryBlock(queries, rows, present))
     return distinct.numel(), blocks
-
-
-def slates_of_one_length(indexes: Tensor) -> tuple[int, int] | None:
-    """Return the number of queries and their length if the rows (M,) are sorted and all queries equally long.
-
-    None if they are not, and where it takes a wait for the device to find out.
-    """
-    if not len(indexes) or not costs_of(indexes.device).reads_freely:
-        return None
-    length = int(indexes.eq(indexes[0]).sum())
-    if len(indexes) % length:
-        return None
-    slates = indexes.view(-1, length)
-    names = slates[:, :1]
-    is_sorted = bool(slates.eq(names).all()) and bool(names[1:].gt(names[:-1]).all())
-    return (len(names), length) if is_sorted else None
 
 
 class QueryBlock(NamedTuple):

@@ -136,6 +136,31 @@ static void NAMED(run)(int64_t call) {
   }
   free(weight), free(key_weight), free(gradient);
 
+  // NDCG of sorted queries; gains only of members.
+  double* gains = array(size * sizeof(double));
+  double* of_queries = draw() % 2 ? 0 : array(size * sizeof(double));
+  int64_t *indexes = draw() % 2 ? array(size * sizeof(int64_t)) : 0, query = -5;
+  for (int64_t i = 0; i < size; ++i) {
+    gains[i] = uniform() < rate && (!member || member[i]) ? (double)(draw() % 5) : 0;
+    if (of_queries) of_queries[i] = uniform() < 0.3 ? 0 : uniform();
+    if (indexes) query += uniform() < 0.1, indexes[i] = query;
+  }
+  const int is_wrong = draw() % 8;
+  if (is_wrong == 1) gains[draw() % size] = -1;
+  if (is_wrong == 2 && indexes) indexes[size - 1] = -9;
+  gradient = draw() % 3 ? array(size * sizeof(REAL)) : 0;
+  const double width = temperature > 1e30 ? 1 : temperature;
+  is_computed = NAMED(ndcg)(scores, gains, member, of_queries, indexes, size, width, PICK(int64_t, INT64_MAX, 1, 3), draw() % 2,
+                            PICK(int64_t, INT64_MAX, INT64_MAX, 1000000, 0), loss, gradient);
+  require(!(is_computed && is_wrong == 1), "a gain below 0", call);
+  add(&is_computed, sizeof(is_computed));
+  if (is_computed) {
+    require(loss[0] >= -1e-4 * size && loss[0] <= 1.0001 * size, "an NDCG", call);
+    add(loss, sizeof(double));
+    if (gradient) add(gradient, size * sizeof(REAL));
+  }
+  free(gains), free(of_queries), free(indexes), free(gradient);
+
   // Bins of one class, and the rates of its positives.
   const int64_t num_bins = PICK(int64_t, 1, 2, 7, 100, 1000), p = PICK(int64_t, 1, 2, 3, 5, 6, 8), numbers = (num_bins + 1) * p;
   const int has_two = draw() % 2;
@@ -187,6 +212,9 @@ static void NAMED(refusals)(void) {
     const int is_usual = NAMED(smooth_ap_of_rows)(&score, &target, 0, 0, 1, 1, -100, &one, temperatures[i], INT64_MAX, &loss, &valid, 0);
     require(temperatures[i] > 0 ? !is_usual : 1, "a multiple", i);
   }
+  require(!NAMED(ndcg)(&score, &good, 0, 0, 0, 0, 1, 1, 1, 9, &loss, 0), "no rows of queries", 0);
+  require(!NAMED(ndcg)(&score, &good, 0, 0, 0, (int64_t)1 << 31, 1, 1, 1, 9, &loss, 0), "rows of queries", 0);
+  require(!NAMED(ndcg)(&score, &good, 0, 0, 0, 1, NAN, 1, 1, 9, &loss, 0), "a temperature of queries", 0);
   const int64_t tables[][3] = {{-1, 1, 1}, {1, 0, 1}, {1, -1, 1}, {1, 1, 0}, {1, 1, -1}, {1, (int64_t)1 << 31, 1}, {1, INT64_MAX, 1},
                                {1, 1, INT64_MAX}, {1, 16777217, 1}};
   for (unsigned i = 0; i < sizeof(tables) / sizeof(tables[0]) - (sizeof(REAL) == 8); ++i) {

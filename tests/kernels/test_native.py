@@ -433,6 +433,14 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
             assert native.smooth_ap(scores, positive, member, weights[0], 0.1, True, weights[1]) is None
     if kind != "negative bit":
         assert native.smooth_ap_of_rows(column, changed(targets), *plain, *rest) is None
+    graded = weight, weight.double(), member[0], weight.double(), targets.sort().values
+    of_graded = 0.1, None, True, True, ALL
+    assert native.ndcg(*graded, *of_graded) is not None
+    for place, tensor in enumerate(graded):
+        of_the_scores = not place and kind in ("fewer rows", "another dtype")
+        if kind != "sparse" and not of_the_scores and (tensor.is_floating_point() or kind != "negative bit"):
+            spoiled = *graded[:place], changed(tensor), *graded[place + 1 :]
+            assert native.ndcg(*spoiled, *of_graded) is None
     if kind != "fewer rows":
         of_rows = changed(weight[None])
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fullrank import NDCGLoss
+from fullrank.kernels import native
 from fullrank.losses.pooled import ndcg
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -83,6 +85,63 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     metric = RetrievalNormalizedDCG(top_k=top)
     value = metric(torch.from_numpy(x) + 1, torch.from_numpy(y), torch.from_numpy(query) + 2)
     assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32
+
+
+@pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gain", ["linear", "exponential"])
+def test_sorted_queries_in_c_are_those_of_torch(gain: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of 1, 2, 17, 64 and 130 rows, one without a gain, one without members. The control has other weights."""
+    calls, plain = [], native.ndcg
+    monkeypatch.setattr(native, "ndcg", lambda *given: calls.append(plain(*given)) or calls[-1])
+    lengths = torch.tensor([1, 17, 2, 64, 130, 5, 5])
+    indexes, generator = torch.arange(7).repeat_interleave(lengths) - 3, torch.Generator().manual_seed(0)
+    scores = torch.randn(len(indexes), generator=generator, dtype=torch.float64).to(dtype)
+    relevance = torch.randint(0, 4, (len(indexes),), generator=generator)
+    relevance[::6], relevance[-10:-5], relevance[-5:] = IGNORED, 0, IGNORED
+    weight = torch.rand(len(indexes), generator=generator, dtype=torch.float64)
+    exact = EXACT if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
+    for top, reduction, given in itertools.product([None, 1, 3], ["mean", "sum"], [None, weight]):
+        for of_rows in (indexes, None):
+            loss, found = NDCGLoss(0.3, gain=gain, top=top, reduction=reduction), []
+            for functions, of_query in ((native.FUNCTIONS, given), ({}, given), ({}, 2 * weight.flip(0))):
+                leaf = torch.stack([scores, scores], dim=1).requires_grad_()
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "FUNCTIONS", functions)
+                    value = loss(leaf[:, 0], relevance, of_rows, sample_weight=of_query)
+                found.append((value, torch.autograd.grad(3 * value, leaf)[0]))
+            for ours, theirs in zip(*found[:2]):
+                assert_close(ours, theirs, **exact)
+            if of_rows is not None:
+                assert (found[0][0] - found[2][0]).abs() > 1e-4
+            with torch.no_grad():
+                assert torch.equal(loss(scores, relevance, of_rows, sample_weight=given), found[0][0])
+    assert len(calls) == 48
+    assert all(call is not None for call in calls)
+
+
+@pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
+def test_what_c_leaves_to_torch() -> None:
+    scores, gains, indexes = torch.arange(6.0), torch.arange(6).double(), torch.tensor([1, 1, 2, 2, 2, 5])
+    columns = {"scores": scores, "gains": gains, "member": None, "weight": None, "indexes": indexes}
+    numbers = {"temperature": 0.1, "top": None, "is_mean": True, "with_grad": True, "most": 12}
+    assert native.ndcg(**columns, **numbers) is not None
+    for changes in (
+        {"indexes": indexes.flip(0)},
+        {"indexes": torch.tensor([1, 1, 2, 2, 1, 5])},
+        {"gains": gains - 1},
+        {"gains": gains.log().log()},
+        {"scores": 10 * scores},  # the last two of a query are 200 temperatures apart
+        {"scores": scores.index_fill(0, torch.tensor([5]), math.nan)},
+        {"scores": scores.index_fill(0, torch.tensor([5]), math.inf)},
+        {"scores": scores[:0], "gains": gains[:0], "indexes": indexes[:0]},
+        {"temperature": 1e-31},
+        {"most": 11},
+        {"gains": gains.float()},
+        {"member": gains > 1, "indexes": indexes.int()},
+        {"weight": scores},
+    ):
+        assert native.ndcg(**{**columns, **numbers, **changes}) is None, changes
 
 
 def test_infinite_rows_and_nan() -> None:
