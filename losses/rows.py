@@ -470,6 +470,6 @@ def unit_rows(rows: Tensor) -> Tensor:
     """
     rows = rows.to(compute_dtype(rows.dtype))
     largest = rows.detach().abs().amax(dim=1, keepdim=True)
-    scaled = rows / torch.where(largest > 0, largest, torch.ones_like(largest))
+    scaled = rows / torch.where(largest > 0, largest, 1.0)
     length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     return scaled / length.clamp_min(1.0)

@@ -84,20 +84,21 @@ class ContrastiveLoss(HoldsQueue):
         """Return the rows as they are compared, in the dtype of the computation."""
         return unit_rows(rows) if self.normalize else rows.detach().to(compute_dtype(rows.dtype))
 
-    def _gradient_of_given(self, gradient: Tensor, unit: Tensor, rows: Tensor) -> Tensor:
-        """Return the gradient of the ``rows`` of a caller from that of :meth:`_comparable`, ``unit``."""
-        if self.normalize:
-            length = (rows.detach() * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
-            along = (gradient * unit).sum(dim=1, keepdim=True)
-            gradient = torch.addcmul(gradient, unit, along, value=-1) / torch.where(length == 0, 1.0, length)
-        return gradient.to(rows.dtype)
+    def _gradient_of_given(self, gradient: Tensor, factor: int, unit: Tensor, rows: Tensor) -> Tensor:
+        """Return ``factor`` times the gradient of a caller's ``rows`` from that of :meth:`_comparable`, ``unit``."""
+        if not self.normalize:
+            return (factor * gradient).to(rows.dtype)
+        length = (rows.detach() * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
+        along = (gradient * unit).sum(dim=1, keepdim=True)
+        across = torch.addcmul(gradient, unit, along, value=-1)
+        return across.div_(torch.where(length == 0, 1.0, length) / factor).to(rows.dtype)
 
-    def _with_queue(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows (M, D) with targets (M,), followed by those of the queue."""
+    def _with_queue(self, rows: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return all ``rows`` (M, D) with their targets (M,), followed by those of the queue."""
         queued = self._queued_rows()
-        if queued is None:
-            return rows, targets
-        return torch.cat([rows, queued.logits.to(rows)]), torch.cat([targets, queued.targets.to(targets)])
+        if queued is not None:
+            rows, targets = [*rows, queued.logits.to(rows[0])], [*targets, queued.targets.to(targets[0])]
+        return (torch.cat(rows), torch.cat(targets)) if len(rows) > 1 else (rows[0], targets[0])
 
     def _sum_over_ranks(
         self,
@@ -118,7 +119,7 @@ class ContrastiveLoss(HoldsQueue):
         it. If one is sharded, the rank that has it gets all of it, because nothing sums it. Where ``is_clamped`` the
         scale is above its limit, and its gradient may only lower it.
         """
-        sums, grad_all, k, share = torch.cat([local.total[None], local.grad_learned]), [*local.grad_all], 1, 1.0
+        sums, grad_all, k, share = torch.stack([local.total, *local.grad_learned]), [*local.grad_all], 1, 1.0
         with_grad = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*rows, *(one for one, _ in learned))
         )
@@ -141,10 +142,11 @@ class ContrastiveLoss(HoldsQueue):
             for of_own, of_all, *given in zip(local.grad_own, grad_all, unit, rows):
                 present = [gradient for gradient in (of_own, of_all) if gradient is not None]
                 of_unit = sum(present[1:], present[0]) if present else None
-                gradients.append(None if of_unit is None else k * self._gradient_of_given(of_unit, *given))
+                gradients.append(None if of_unit is None else self._gradient_of_given(of_unit, k, *given))
+            slopes = [*sums[1:].unbind()]
             if is_clamped is not None:
-                sums[1] = torch.where(is_clamped, sums[1].clamp_min(0.0), sums[1])
-            for slope, (parameter, is_sharded) in zip(sums[1:], learned):
+                slopes[0] = torch.where(is_clamped, slopes[0].clamp_min(0.0), slopes[0])
+            for slope, (parameter, is_sharded) in zip(slopes, learned):
                 gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
             value = with_gradients(type(self).__name__, value, gradients, *rows, *(one for one, _ in learned))
         return note_kind(value, over_ranks=exchange is not None)
@@ -154,7 +156,7 @@ class LocalLoss(NamedTuple):
     """This rank's terms of the loss, summed, with their gradients; None for those that are not needed."""
 
     total: Tensor  # () float64
-    grad_learned: Tensor  # [L] float64: of the logarithm of the scale and of the bias, as many as are learned
+    grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale and of the bias, if they are learned
     grad_own: Sequence[Tensor | None]  # [N, D] each: of this rank's rows as anchors
     grad_all: Sequence[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
 
@@ -165,8 +167,7 @@ class SumOfBlocks(NamedTuple):
     total: Tensor  # () float64
     grad_anchors: Tensor | None  # [n, D]
     grad_candidates: Tensor | None  # [K, D]
-    grad_scale: Tensor  # () float64
-    grad_bias: Tensor  # () float64
+    grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale, and of the bias if there is one
 
 
 def sum_of_blocks(
@@ -185,37 +186,34 @@ def sum_of_blocks(
     anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K).
     """
     total = anchors.new_zeros((), dtype=torch.float64)
+    scaled = anchors * scale
     grad_anchors = torch.zeros_like(anchors) if needs[0] else None
     grad_candidates = torch.zeros_like(candidates) if needs[1] else None
-    grad_scale, grad_bias = torch.zeros_like(total), torch.zeros_like(total)
-    for place, scores in blocks_of_scores(anchors, candidates, scale):
+    grad_learned = [torch.zeros_like(total) for _ in range(1 + (bias is not None)) if needs[2]]
+    for place, scores in blocks_of_scores(scaled, candidates):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
         total += value
         if needs[0] or needs[2]:
             mean = slope @ candidates  # [b, D]
-            if grad_anchors is not None:
-                grad_anchors[place] = mean
             if needs[2]:
-                grad_scale += (mean * anchors[place]).sum(dtype=torch.float64)
-                grad_bias += 0.0 if bias is None else slope.sum(dim=1).sum(dtype=torch.float64)
+                grad_learned[0] += (mean * scaled[place]).sum(dim=1).sum(dtype=torch.float64)
+            if needs[2] and bias is not None:
+                grad_learned[1] += slope.sum(dim=1).sum(dtype=torch.float64)
+            if grad_anchors is not None:
+                torch.mul(mean, scale, out=grad_anchors[place])
         if grad_candidates is not None:
-            grad_candidates.addmm_(slope.t(), anchors[place])
-    for gradient in (grad_anchors, grad_candidates):
-        if gradient is not None:
-            gradient *= scale
-    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_scale, grad_bias)
+            grad_candidates.addmm_(slope.t(), scaled[place])
+    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_learned)
 
 
-def blocks_of_scores(
-    anchors: Tensor, candidates: Tensor, scale: Tensor | float = 1.0, fewest: int | None = None
-) -> Iterator[tuple[slice, Tensor]]:
+def blocks_of_scores(anchors: Tensor, candidates: Tensor, fewest: int | None = None) -> Iterator[tuple[slice, Tensor]]:
     """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory.
 
     A block has at least the ``fewest`` anchors, None for ``FEWEST_ANCHORS``, however many candidates (K, D) there are.
     """
     step, memory = anchors_at_once(candidates, fewest), None
     for begin in range(0, len(anchors) if len(candidates) else 0, step):
-        block = anchors[begin : begin + step] * scale
+        block = anchors[begin : begin + step]
         memory = block.new_empty(len(block), len(candidates)) if memory is None else memory[: len(block)]
         yield slice(begin, begin + len(block)), torch.mm(block, candidates.t(), out=memory)
 
@@ -226,16 +224,17 @@ def anchors_at_once(candidates: Tensor, fewest: int | None = None) -> int:
     return max(FEWEST_ANCHORS if fewest is None else fewest, entries // max(1, len(candidates)))
 
 
-def exponentials_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm (b,) of the sum of exp of (b, K), and a factor.
+def softmax_(scores: Tensor) -> Tensor:
+    """Return the logarithm (b,) of the sum of exp of finite scores (b, K), which become their softmax over K."""
+    most = scores.amax(dim=1)
+    rows, dim = (scores, 1) if scores.is_contiguous() else (scores.t(), 0)  # torch would copy a transpose
+    torch.softmax(rows, dim, out=rows)
+    return most - scores.amax(dim=1).log()  # the softmax of the largest is 1 over the sum of exp(scores - most)
 
-    The logarithm is half the lowest number where all are -inf, so that its differences from other scores are finite.
-    The scores become their softmax over K but for the factor (b,): zeros where all are -inf.
-    """
-    most = scores.amax(dim=1).clamp_min(torch.finfo(scores.dtype).min / 2)
-    total = scores.sub_(most[:, None]).exp_().sum(dim=1)
-    total = total.clamp_min(1.0)  # at least that of the largest
-    return most + total.log(), 1 / total
+
+def lowest(scores: Tensor) -> float:
+    """Return the score of a candidate that is left out, whose differences from others are finite."""
+    return torch.finfo(scores.dtype).min / 2
 
 
 def softplus(gaps: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from ...errors import expected
 from ..arguments import completed
 from ..base import GroupOptions
-from .base import exponentials_, softplus
+from .base import softmax_, softplus
 from .pairs import PairLoss
 
 
@@ -82,8 +82,7 @@ class InfoNCELoss(PairLoss):
         gradient of :math:`x_{ii}` is :math:`-\sigma(g)`. Nothing is subtracted from a number close to it, so pairs that
         are far apart keep all digits.
         """
-        away, factor = exponentials_(others)  # [b]
-        gap = away - positives
+        gap = softmax_(others) - positives  # [b]
         push = gap.sigmoid() * weight
-        others.mul_((push * factor)[:, None])
+        others.mul_(push[:, None])
         return softplus(gap), -push

@@ -21,7 +21,7 @@ from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, unit_rows, weight_of_rows, weight_unit
-from .base import ContrastiveLoss, LocalLoss, anchors_at_once, check_like, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, anchors_at_once, check_like, lowest, sum_of_blocks
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
@@ -48,12 +48,12 @@ class _Mask(NamedTuple):
     limit: Tensor | None  # [n] a candidate as similar as this is left out
 
     def fill(self, scores: Tensor, place: slice) -> None:
-        """Set the scores (b, K) of a block of anchors to -inf where a candidate is left out."""
+        """Set the scores (b, K) of a block of anchors to the lowest number where a candidate is left out."""
         if self.own_labels is not None:
-            scores.masked_fill_(self.own_labels[place, None] == self.labels, -math.inf)
+            scores.masked_fill_(self.own_labels[place, None] == self.labels, lowest(scores))
         if self.own_guides is not None and self.guides is not None and self.limit is not None:
             similar = self.own_guides[place] @ self.guides.t() >= self.limit[place, None]
-            scores[:, : len(self.guides)].masked_fill_(similar, -math.inf)
+            scores[:, : len(self.guides)].masked_fill_(similar, lowest(scores))
 
 
 @completed()
@@ -318,14 +318,14 @@ class PairLoss(ContrastiveLoss):
         ``all_rows`` are those of all ranks, of which this rank's pairs begin at ``first``. ``share`` is what a pair
         weighs, (N,) float64.
         """
-        total = grad_scale = grad_bias = rows[0].new_zeros((), dtype=torch.float64)
+        total, learned = rows[0].new_zeros((), dtype=torch.float64), list[list[Tensor]]()
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
         for part in (masks[0].guides, masks[0].limit, *rows[2:]):
             total = total if part is None else total + 0.0 * part.sum(dtype=torch.float64)
         grad_own: list[Tensor | None] = [None] * len(rows)
         grad_all: list[Tensor | None] = [None] * len(rows)
         labels = [masks[0].labels, *(masks[0].labels.new_full((len(part),), _ALONE) for part in all_rows[2:])]
-        candidates, all_labels = self._with_queue(torch.cat([all_rows[0], *all_rows[2:]]), torch.cat(labels))
+        candidates, all_labels = self._with_queue([all_rows[0], *all_rows[2:]], labels)
         weight, masks = share / (1 + self.symmetric), (masks[0]._replace(labels=all_labels), masks[1])
         one_way, back = (partial(self._block_loss, first=first, weight=weight, mask=mask) for mask in masks)
 
@@ -333,7 +333,7 @@ class PairLoss(ContrastiveLoss):
             square = slice(len(scores))
             value_back, slope_back = back(scores[:, square].clone().t(), place)
             value, slope = one_way(scores, place)
-            slope[:, square] += slope_back.t()
+            slope[:, square].add_(slope_back.t())
             return value + value_back, slope
 
         shares_product = self.symmetric and len(rows[0]) == len(all_rows[0]) <= anchors_at_once(candidates)
@@ -351,10 +351,9 @@ class PairLoss(ContrastiveLoss):
                 if needs[place] and result.grad_candidates is not None:
                     grad_all[place] = result.grad_candidates[begin:end]
                 begin = end
-            total, grad_bias = total + result.total, grad_bias + result.grad_bias
-            grad_scale = grad_scale + result.grad_scale * scale
-        learned = [grad_scale] * (self.logit_scale is not None) + [grad_bias] * (self.logit_bias is not None)
-        return LocalLoss(total, torch.stack(learned) if learned else total.new_zeros(0), grad_own, grad_all)
+            total, learned = total + result.total, [*learned, result.grad_learned]
+        grad_learned = [sum(gradients[1:], gradients[0]) for gradients in zip(*learned)]
+        return LocalLoss(total, grad_learned, grad_own, grad_all)
 
     def _block_loss(
         self, scores: Tensor, place: slice, first: int, weight: Tensor, mask: _Mask
@@ -366,7 +365,7 @@ class PairLoss(ContrastiveLoss):
         diagonal = scores.diagonal(first + place.start)
         positives = diagonal.clone()  # [b]
         mask.fill(scores, place)
-        diagonal.fill_(-math.inf)
+        diagonal.fill_(lowest(scores))
         losses, of_positives = self._terms(scores, positives, weight[place].to(scores))
         diagonal.copy_(of_positives)
         return losses @ weight[place], scores
@@ -374,8 +373,8 @@ class PairLoss(ContrastiveLoss):
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each anchor (b,), float64, and the weighted gradient of its positive (b,).
 
-        ``others`` (b, K) are the scores of all other candidates, -inf where one takes no part. Their weighted gradient
-        takes their place.
+        ``others`` (b, K) are the scores of all other candidates, the lowest number where one takes no part. Their
+        weighted gradient takes their place.
         """
         raise NotImplementedError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,7 @@ from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
-from .base import ContrastiveLoss, LocalLoss, check_like, exponentials_, softplus, sum_of_blocks
+from .base import ContrastiveLoss, LocalLoss, check_like, lowest, softmax_, softplus, sum_of_blocks
 from .retrieval import TENSORS, checked_labels
 
 
@@ -185,7 +184,7 @@ class SupConLoss(ContrastiveLoss):
         they are the anchors.
         """
         rows, has_reference = own[0], len(own) > 1
-        candidates, names = self._with_queue(live, names)
+        candidates, names = self._with_queue([live], [names])
         joined = torch.cat([targets, names]) if has_reference else names
         distinct, label = joined.unique(return_inverse=True)
         anchor, label = label[: len(targets)], label[len(joined) - len(names) :]
@@ -209,7 +208,7 @@ class SupConLoss(ContrastiveLoss):
         # A NaN reaches the loss even if no row counts.
         total = sums.total + sum(0.0 * part.sum(dtype=torch.float64) for part in own)
         nothing = [None] * has_reference
-        return LocalLoss(total, total.new_zeros(0), [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
+        return LocalLoss(total, [], [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
 
 
 class _Rows(NamedTuple):
@@ -250,12 +249,11 @@ def _block_loss(
     same = torch.where(inside, same, filler)
     share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
     positives = scores.gather(1, same)
-    inner = positives.masked_fill(~inside, -math.inf)
-    (near, of_near), (away, of_away) = exponentials_(inner), exponentials_(scores.scatter_(1, same, -math.inf))
+    inner = positives.masked_fill(~inside, lowest(scores))
+    near, away = softmax_(inner), softmax_(scores.scatter_(1, same, lowest(scores)))
     gap = away - near
     spread = ((near[:, None] - positives) * inside).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight.double()
     push, factor = gap.sigmoid()[:, None], weight[:, None].to(scores)
-    inner *= of_near[:, None]
     inner = (inner - share[:, None] - inner * push) * factor * inside
-    return total, scores.mul_(push * of_away[:, None] * factor).scatter_add_(1, same, inner)
+    return total, scores.mul_(push * factor).scatter_add_(1, same, inner)
