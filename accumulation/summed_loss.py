@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..distributed.torch_private import is_mean, is_over_ranks
+from ..distributed.torch_private import is_mean, is_of_pool, is_over_ranks
 from ..errors import Words, expected
 
 _HALF = torch.float16, torch.bfloat16
@@ -28,6 +28,10 @@ def not_a_sum(
         fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
         got = Words("a loss over the rows of all ranks")
         return ValueError(expected(name, "the sum over this rank's terms", got, fix))
+    if is_mean(loss) and is_of_pool(loss):
+        fix = "Use pooled_backward, for the loss over the rows of the whole window."
+        got = Words("a loss that compares its rows, or weighs them by the numbers of their classes")
+        return ValueError(expected(name, "the sum over its terms", got, fix))
     if not may_be_mean and is_mean(loss):
         return ValueError(expected(name, "the sum over its terms", Words("a mean"), fix))
     return None

@@ -100,24 +100,36 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-_MEAN, _OVER_RANKS = "fullrank: a mean", "fullrank: over ranks"
+_MEAN, _OVER_RANKS, _OF_POOL = "fullrank: a mean", "fullrank: over ranks", "fullrank: of a pool"
 _SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
 _SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
-def note_kind(loss: Tensor, *, over_ranks: bool = False) -> Tensor:
+def note_kind(loss: Tensor, *, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
     """Note in the graph of ``loss`` that it is a mean, for :func:`is_mean`, and return it.
 
-    With ``over_ranks`` the note says instead that it is over the rows of several ranks, for :func:`is_over_ranks`.
+    With ``over_ranks`` the note says instead that it is over the rows of several ranks, for :func:`is_over_ranks`; with
+    ``of_pool`` also that it compares its rows, for :func:`is_of_pool`.
     """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:
         node.metadata[_OVER_RANKS if over_ranks else _MEAN] = True
+        if of_pool:
+            node.metadata[_OF_POOL] = True
     return loss
 
 
 def is_over_ranks(loss: Tensor) -> bool:
     """Return True if a note in the graph says that ``loss``, or a part of a weighted sum, is over several ranks."""
+    return _is_noted(loss, _OVER_RANKS)
+
+
+def is_of_pool(loss: Tensor) -> bool:
+    """Return True if a note in the graph says that ``loss``, or a part of a weighted sum, compares its rows."""
+    return _is_noted(loss, _OF_POOL)
+
+
+def _is_noted(loss: Tensor, note: str) -> bool:
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
     while nodes:
@@ -125,7 +137,7 @@ def is_over_ranks(loss: Tensor) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if _OVER_RANKS in node.metadata:
+        if note in node.metadata:
             return True
         if node.name() in _SAME_VALUE or node.name().startswith(_SUMS_AND_FACTORS):
             nodes += [parent for parent, _ in node.next_functions]

@@ -149,7 +149,7 @@ class ContrastiveLoss(HoldsQueue):
             for slope, (parameter, is_sharded) in zip(slopes, learned):
                 gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
             value = with_gradients(type(self).__name__, value, gradients, *rows, *(one for one, _ in learned))
-        return note_kind(value, over_ranks=exchange is not None)
+        return note_kind(value, over_ranks=exchange is not None, of_pool=True)
 
 
 class LocalLoss(NamedTuple):

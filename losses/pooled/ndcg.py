@@ -148,7 +148,7 @@ class NDCGLoss(CurrentTemperature):
         else:
             agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = agreed.tensors
-        loss = note_kind(self._loss(*rows), over_ranks=group is not None)
+        loss = note_kind(self._loss(*rows), over_ranks=group is not None, of_pool=True)
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call(per_query=indexes is not None):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)

@@ -293,7 +293,7 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype, weigh
         loss = values.sum() / mass
     else:
         loss = values.sum()
-    return note_kind(loss.to(dtype)) if reduction == "mean" else loss.to(dtype)
+    return note_kind(loss.to(dtype), of_pool=True) if reduction == "mean" else loss.to(dtype)
 
 
 class LossWithClasses(NamedTuple):

@@ -116,8 +116,8 @@ class SummedLoss(DistributedLoss):
         return {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], **given}
 
     def _noted(self, loss: Tensor) -> Tensor:
-        """Return ``loss``, marked as a mean if it is one."""
-        return note_kind(loss) if self.reduction.startswith("mean") else loss
+        """Return ``loss``, marked as a mean if it is one; balanced weights are those of a pool."""
+        return note_kind(loss, of_pool=self._is_balanced) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

@@ -32,23 +32,51 @@ OF_ROWS: dict[str, Callable[..., Tensor]] = {
     ),
     "causal_lm_loss": lambda x, **options: fullrank.causal_lm_loss(x, CLASSES, **options),
 }
+OF_POOLS = {"SmoothAPLoss", "CombinedLoss", "LossWarmupWrapper"}
+
+
+@pytest.mark.parametrize("name", ["balanced", "ndcg", "info_nce", "retrieval", "plain"])
+def test_a_loss_that_compares_rows_is_sent_to_pooled_backward(name: str) -> None:
+    """Also with the number of its rows. The plain one, the control, is a mean of terms."""
+    model, rows, targets = nn.Linear(3, 1), torch.randn(4, 3), torch.tensor([1, 0, 0, 1])
+    wide = nn.Linear(3, 2)
+    losses: dict[str, Callable[[], Tensor]] = {
+        "balanced": lambda: fullrank.BCEWithLogitsLoss(class_weight="balanced")(model(rows)[:, 0], targets),
+        "ndcg": lambda: fullrank.NDCGLoss()(model(rows)[:, 0], targets),
+        "info_nce": lambda: fullrank.InfoNCELoss()(wide(rows), rows[:, :2]),
+        "retrieval": lambda: fullrank.RetrievalSmoothAPLoss()(wide(rows), targets),
+        "plain": lambda: fullrank.BCEWithLogitsLoss()(model(rows)[:, 0], targets),
+    }
+    for step, _ in accumulate(nn.ModuleList([model, wide]), [rows] * 2, len):
+        if name == "plain":
+            step.backward(losses[name](), num_items=4)
+            continue
+        with pytest.raises(ValueError, match=r"got a loss that compares its rows, .* Use pooled_backward"):
+            step.backward(losses[name](), num_items=4)
+        break
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
     model, loss = nn.Linear(3, 3), OF_ROWS[name]
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    texts = [r"got a mean\. .*\"sum\", or pass num_items=", r"got a mean\. .*\"sum\", or pass loss \* n"]
+    texts = [r"got a loss that compares its rows.*Use pooled_backward"] * 2 if name in OF_POOLS else texts
     for change in (lambda mean: mean, lambda mean: mean / 2, lambda mean: mean.double() / 2.0):
         for verb in ("backward", "scale"):
             for step, batch in accumulate(model, [rows], len):
-                with pytest.raises(ValueError, match=r"micro-batch 0: .*got a mean\. .*\"sum\", or pass num_items="):
+                with pytest.raises(ValueError, match=f"micro-batch 0: .*{texts[0]}"):
                     getattr(step, verb)(change(loss(model(batch))))
-        with pytest.raises(ValueError, match=r"loss_sum: .*got a mean\. .*\"sum\", or pass loss \* n"):
+        with pytest.raises(ValueError, match=f"loss_sum: .*{texts[1]}"):
             fullrank.DeferredMean(model).backward(change(loss(model(rows))), len(rows))
     assert all(parameter.grad is None for parameter in model.parameters())
     for step, batch in accumulate(model, [rows] * 3, len):
         step.backward(loss(model(batch), reduction="sum") / 4)
     for step, batch in accumulate(model, [rows] * 2, len):
+        if name in OF_POOLS:  # the mean of two such losses is not that of all rows
+            with pytest.raises(ValueError, match=f"micro-batch 0: .*{texts[0]}"):
+                step.backward(loss(model(batch)), num_items=4)
+            break
         step.backward(loss(model(batch)), num_items=4)
     for step, batch in accumulate(model, [rows] * 2, len):
         step.backward(loss(model(batch)) * 4)
