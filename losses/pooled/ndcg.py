@@ -70,8 +70,8 @@ class NDCGLoss(CurrentTemperature):
 
     Numerics:
         Half precision is computed in float32, sums in float64. The soft ranks take time linear in the rows of a query,
-        or quadratic for few rows. On the host the library in C takes few rows, sorted by query, as they are. Otherwise,
-        and with ``reduction="none"``, queries are padded to similar lengths, which at most doubles the rows.
+        or quadratic for few rows. On the host the library in C takes few rows as they are. Otherwise, and with
+        ``reduction="none"``, queries are padded to similar lengths, which at most doubles the rows.
 
     Distributed:
         One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. A query
@@ -256,17 +256,23 @@ class NDCGLoss(CurrentTemperature):
         indexes: Tensor | None,
         temperature: float,
     ) -> Tensor | None:
-        """Return the loss of few rows of sorted queries on the host from one call of C; None if it does not apply."""
+        """Return the loss of few rows of each query on the host from one call of C; None if it does not apply."""
         if self.reduction == "none" or not native.is_usable(scores) or is_followed():
             return None
-        rows, is_mean = (scores.detach(), self._gains(grades), member, weight, indexes), self.reduction == "mean"
-        with_grad = torch.is_grad_enabled() and scores.requires_grad
+        of_rows, gains, is_mean = scores.detach(), self._gains(grades), self.reduction == "mean"
+        with_grad, order = torch.is_grad_enabled() and scores.requires_grad, None
         most = costs_of(scores.device).most_native_pairs(1, len(scores))
-        found = native.ndcg(*rows, float(temperature), self.top, is_mean, with_grad, most)
+        numbers = float(temperature), self.top, is_mean, with_grad, most
+        found = native.ndcg(of_rows, gains, member, weight, indexes, *numbers)
+        if found is None and indexes is not None and bool((indexes[1:] < indexes[:-1]).any()):
+            order = indexes.argsort(stable=True)
+            member, weight = (None if row is None else row[order] for row in (member, weight))
+            found = native.ndcg(of_rows[order], gains[order], member, weight, indexes[order], *numbers)
         if found is None:
             return None
         loss, gradient = found[0].to(scores.dtype), found[1]
         if gradient is not None:
+            gradient = gradient if order is None else torch.empty_like(gradient).index_copy_(0, order, gradient)
             loss = with_gradients("a ranking loss", loss, [gradient], scores)
         return note_kind(loss) if is_mean else loss
 

@@ -254,7 +254,7 @@ def test_weights_count_by_their_ratios_over_ranks(rank: int, name: str) -> None:
         loss = form.call(True, num_classes=3, gather_distributed=not local)(**given, sample_weight=weight)
         found.append(loss.detach())
     torch.testing.assert_close(found[1:3], found[:1] * 2, rtol=2e-6, atol=1e-7)
-    assert not torch.allclose(found[3], found[0], rtol=1e-3)
+    assert not torch.allclose(found[3], found[0], rtol=1e-4)
 
 
 def test_sums_and_elements_keep_the_unit_of_huge_weights() -> None:
