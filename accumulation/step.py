@@ -99,6 +99,7 @@ class Step:
             ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
                 ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
                 without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
+                for the mean of a loss that compares rows or balances classes, which is for ``pooled_backward``;
                 for ``num_items`` that are negative, or not the count of the micro-batch if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
@@ -407,7 +408,7 @@ class Step:
         return share
 
     def _check_sum(self, name: str, loss: Tensor, term: str, *, may_be_mean: bool = False) -> None:
-        """Raise ValueError for a loss that gathers, or a mean, if the graph shows it."""
+        """Raise ValueError for a loss that gathers or compares rows, or a mean, if the graph shows it."""
         over_ranks = self._window.ranks is not None
         error = not_a_sum(named(name, term), loss, self._mean_fix, over_ranks=over_ranks, may_be_mean=may_be_mean)
         if error is not None and not self._has_one_term(term):

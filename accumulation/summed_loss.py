@@ -28,9 +28,9 @@ def not_a_sum(
         fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
         got = Words("a loss over the rows of all ranks")
         return ValueError(expected(name, "the sum over this rank's terms", got, fix))
-    if is_mean(loss) and is_of_pool(loss):
+    if is_of_pool(loss):
         fix = "Use pooled_backward, for the loss over the rows of the whole window."
-        got = Words("a loss that compares its rows, or weighs them by the numbers of their classes")
+        got = Words("the mean of a loss that compares its rows, or weighs them by the numbers of their classes")
         return ValueError(expected(name, "the sum over its terms", got, fix))
     if not may_be_mean and is_mean(loss):
         return ValueError(expected(name, "the sum over its terms", Words("a mean"), fix))
@@ -56,8 +56,8 @@ def total_of(loss: Tensor) -> Tensor:
 
 def as_mean(total: float, number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``total / number``, or 0 without terms, for losses of ``dtype``; float32 for half precision."""
-    mean, dtype = total / number if number else 0.0, torch.promote_types(dtype, torch.float32)
-    return torch.full((), mean, dtype=dtype, device=device)
+    mean = total / number if number else 0.0
+    return torch.full((), mean, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
 def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:

@@ -252,33 +252,35 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     """Return the results of two calls that agree over the same ranks, in one agreement.
 
-    ``first`` waits in its agreement until ``second`` has ended, with whose offer its own travels: totals, facts and a
-    check alone. Calls that agree over different ranks, or not at all, run one after the other.
+    ``first`` stops where it agrees, and ``second`` runs to its end: its header carries both offers, of the second only
+    totals, facts and a check. Calls that agree over different ranks, or not at all, run one after the other.
     """
     waiting: list[tuple[str, ProcessGroup, Callable[[], Offer[Any]]]] = []
     answers: list[Agreement[Any]] = []
     results: list[U] = []
 
     def stand_in(call: str, ranks: ProcessGroup, bring: Callable[[], Offer[Any]]) -> Agreement[Any]:
-        if not waiting:
+        if not waiting:  # that of ``first``
             waiting.append((call, ranks, bring))
             results.append(second())
-        _STAND_IN.set(None)
-        name, others, bring_first = waiting[0]
-        if answers or bring is bring_first or ranks is not others:
+            _STAND_IN.set(None)
             return answers[0] if answers else agree_on(call, ranks, bring)
+        _STAND_IN.set(None)
+        name, ranks_of_first, bring_first = waiting[0]
+        if ranks is not ranks_of_first:
+            return agree_on(call, ranks, bring)
         offers: list[Offer[Any]] = []
 
         def bring_both() -> Offer[Any]:
-            offers[:] = one, offer = bring_first(), bring()
-            facts = {f"{key} of {name}": fact for key, fact in one.facts.items() if offer.facts.get(key) != fact}
-            totals, check = [*offer.totals, *one.totals], combined([one.check, offer.check])
-            return replace(offer, facts={**offer.facts, **facts}, totals=totals, check=check)
+            offers[:] = other, one = bring(), bring_first()
+            assert (other.tensors, other.checksum, other.rows) == (None, None, 0)  # these would not travel
+            facts = {f"{key} of {call}": fact for key, fact in other.facts.items()}
+            totals, check = [*one.totals, *other.totals], combined([other.check, one.check])
+            return replace(one, facts={**one.facts, **facts}, totals=totals, check=check)
 
-        agreed = agree_on(f"{name} + {call}", ranks, bring_both)
+        answers.append(agree_on(f"{call} + {name}", ranks, bring_both))
         start = len(offers[1].totals)
-        answers.append(Agreement(offers[0].value, agreed.rows, [totals[start:] for totals in agreed.totals]))
-        return agreed
+        return Agreement(offers[0].value, answers[0].rows, [totals[start:] for totals in answers[0].totals])
 
     token = _STAND_IN.set(stand_in)
     try:

@@ -90,9 +90,9 @@ def _complete_signature(cls: type, bases: Iterable[type]) -> None:
         except TypeError as error:
             text = f"{type(self).__name__}: {error}"
             unknown = next((name for name in kwargs if name not in signature.parameters), "")
-            for closest in difflib.get_close_matches(unknown, signature.parameters, n=1):
-                value = kwargs[unknown]
-                text += f". Use {closest}={repr(value) if isinstance(value, str) else ''} instead."
+            others = [name for name in signature.parameters if name != "self" and name not in kwargs]
+            for closest in difflib.get_close_matches(unknown, others, n=1):
+                text += f". Did you mean {closest}=?"
             raise TypeError(text) from None
         init(self, *args, **kwargs)
 

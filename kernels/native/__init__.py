@@ -260,7 +260,7 @@ def ndcg(
         rows = [_address(column, dtype, shape) for column, dtype in zip(columns, dtypes)]
     except _Refused:
         return None
-    numbers = len(scores), temperature, sys.maxsize if top is None else top, is_mean, most
+    numbers = len(scores), temperature, sys.maxsize if top is None else min(top, sys.maxsize), is_mean, most
     out = loss.data_ptr(), None if gradient is None else gradient.data_ptr()
     return (loss, gradient) if FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
 

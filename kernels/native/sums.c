@@ -29,7 +29,7 @@
 //   most                      with more pairs of a row with a gain and a row of its query nothing is computed
 //   loss, gradient            (1) and (rows), written; gradient NULL for the loss alone
 //   returns 1, or 0 if torch must compute it: queries that are not sorted, a gain below 0, scores further apart than
-//   WIDEST, too many pairs, and what smooth_ap refuses
+//   WIDEST, gains whose sum is not finite, too many pairs, and what smooth_ap refuses
 //
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 //   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
@@ -68,7 +68,7 @@
 
 #define LN2 0.69314718055994530942
 
-// The binary logarithm of a normal number, from the series of atanh around a power of two.
+// The binary logarithm of a number >= 1, from the series of atanh around a power of two.
 INLINE double binary_logarithm(double number) {
   union { double number; int64_t bits; } x = {number}, root = {0.70710678118654752440};
   const int64_t power = (x.bits - root.bits) >> 52;

@@ -128,9 +128,9 @@ class CombinedLoss(LossOfParts):
         RuntimeError: when ranks disagree about the parts or their weights.
 
     Distributed:
-        The collectives of the parts, which compare the weights. A ranking loss and a cross-entropy or focal loss, not
-        balanced, share one header. With a part that is not a loss of this package there is one more, a header: an error
-        in that part is then raised on every rank.
+        The collectives of the parts, which compare the weights. The first cross-entropy or focal loss, not balanced,
+        and the first of SmoothAP, recall and partial AUC share one header. With a part that is not a loss of this
+        package there is one more, a header: an error in that part is then raised on every rank.
 
     Example:
         >>> import torch
@@ -230,7 +230,7 @@ class CombinedLoss(LossOfParts):
             summed, pooled = self._agreeing_once
             for name in self._order:
                 if name == pooled and summed:
-                    values[summed], values[name] = agree_once(partial(value_of, summed), partial(value_of, name))
+                    values[name], values[summed] = agree_once(partial(value_of, name), partial(value_of, summed))
                 elif name != summed or not pooled:
                     values[name] = value_of(name)
             return Offer(values)

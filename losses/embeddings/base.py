@@ -43,7 +43,7 @@ class ContrastiveLoss(HoldsQueue):
         A row that is not finite makes the loss NaN on every rank.
 
     Numerics:
-        Half precision is computed in float32, sums in float64. A row with one positive that is far from all others
+        Half precision is computed in float32, the loss in float64. A row with one positive that is far from all others
         keeps all digits, where the cross-entropy of the matrix rounds the loss to 0 and its gradient to noise. O(N M D)
         time for M candidates and O(M D) memory.
 

@@ -311,7 +311,7 @@ class RankingLoss(HoldsQueue):
 
     def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
         """Return the loss over the valid classes. Enqueue the live rows, and count for loggers."""
-        loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype))
+        loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype), of_pool=live.indexes is None)
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
         if self.queue_size and self._enqueues and live.indexes is None and not live.logits.is_meta:

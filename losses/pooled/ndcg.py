@@ -148,13 +148,13 @@ class NDCGLoss(CurrentTemperature):
         else:
             agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = agreed.tensors
-        loss = note_kind(self._loss(*rows), over_ranks=group is not None, of_pool=True)
+        loss = self._loss(*rows)
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call(per_query=indexes is not None):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
             if group is not None:
                 self._hints.observe_ranks(agreed.rows, rows)
-        return loss
+        return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
@@ -245,7 +245,7 @@ class NDCGLoss(CurrentTemperature):
                 if factors is not None and weight is not None:
                     factors[block.queries] = _mean_of_rows(block.take(weight), inside)
         values = values if factors is None else values * factors
-        return reduce_values(PerClass(values, valid), self.reduction, dtype, factors)
+        return reduce_values(PerClass(values, valid), self.reduction, dtype, factors, of_pool=indexes is None)
 
     def _in_c(
         self,
@@ -274,7 +274,7 @@ class NDCGLoss(CurrentTemperature):
         if gradient is not None:
             gradient = gradient if order is None else torch.empty_like(gradient).index_copy_(0, order, gradient)
             loss = with_gradients("a ranking loss", loss, [gradient], scores)
-        return note_kind(loss) if is_mean else loss
+        return note_kind(loss, of_pool=indexes is None) if is_mean else loss
 
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float

@@ -270,12 +270,15 @@ class PerClass(NamedTuple):
     valid: Tensor  # [C] bool
 
 
-def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+def reduce_values(
+    per_class: PerClass, reduction: str, dtype: torch.dtype, weight: Tensor | None = None, *, of_pool: bool = True
+) -> Tensor:
     """Return the loss over the valid classes, or queries, in ``dtype``; ``weight`` (C,) are factors of the values.
 
     ``"mean"`` and ``"sum"`` leave out invalid classes, and are 0 if no class is valid. ``"none"`` gives (C,) with NaN
     for invalid classes. A class whose loss is NaN always counts, so the result is NaN. In every case the loss is
-    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end.
+    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end. A mean is ``of_pool``
+    unless it is one of whole queries.
     """
     values, valid = per_class
     if reduction == "none":
@@ -293,7 +296,7 @@ def reduce_values(per_class: PerClass, reduction: str, dtype: torch.dtype, weigh
         loss = values.sum() / mass
     else:
         loss = values.sum()
-    return note_kind(loss.to(dtype), of_pool=True) if reduction == "mean" else loss.to(dtype)
+    return note_kind(loss.to(dtype), of_pool=of_pool) if reduction == "mean" else loss.to(dtype)
 
 
 class LossWithClasses(NamedTuple):

@@ -81,7 +81,7 @@ def smooth_ap(
         validate_args=validate_args,
     )
     per_class, _ = _of_pool(pool, temperature)
-    return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype))
+    return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype), of_pool=indexes is None)
 
 
 def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPREAD_MULTIPLE) -> tuple[PerClass, float]:

@@ -51,9 +51,28 @@ def test_a_loss_that_compares_rows_is_sent_to_pooled_backward(name: str) -> None
         if name == "plain":
             step.backward(losses[name](), num_items=4)
             continue
-        with pytest.raises(ValueError, match=r"got a loss that compares its rows, .* Use pooled_backward"):
+        with pytest.raises(ValueError, match=r"got the mean of a loss that compares its rows, .* Use pooled_backward"):
             step.backward(losses[name](), num_items=4)
         break
+
+
+@pytest.mark.parametrize("name", ["ndcg", "smooth ap"])
+def test_whole_queries_are_terms(name: str) -> None:
+    """A mean over queries is one of terms: with their number it is the mean of the window, to the last bits."""
+    model = nn.Linear(3, 1).double()
+    rows, targets = torch.randn(12, 3, dtype=torch.float64), torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1])
+    indexes = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
+
+    def mean(part: slice) -> Tensor:
+        loss = fullrank.NDCGLoss(0.1) if name == "ndcg" else fullrank.SmoothAPLoss(1, temperature=0.1)
+        return loss(model(rows[part])[:, 0], targets[part], indexes=indexes[part])
+
+    expected = torch.autograd.grad(mean(slice(None)), list(model.parameters()))
+    parts = [slice(0, 3), slice(3, 12)]
+    for step, part in accumulate(model, parts, lambda part: len(indexes[part].unique())):
+        step.backward(mean(part), num_items=len(indexes[part].unique()))
+    for parameter, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -61,7 +80,7 @@ def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
     model, loss = nn.Linear(3, 3), OF_ROWS[name]
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     texts = [r"got a mean\. .*\"sum\", or pass num_items=", r"got a mean\. .*\"sum\", or pass loss \* n"]
-    texts = [r"got a loss that compares its rows.*Use pooled_backward"] * 2 if name in OF_POOLS else texts
+    texts = [r"got the mean of a loss that compares its rows.*Use pooled_backward"] * 2 if name in OF_POOLS else texts
     for change in (lambda mean: mean, lambda mean: mean / 2, lambda mean: mean.double() / 2.0):
         for verb in ("backward", "scale"):
             for step, batch in accumulate(model, [rows], len):
@@ -72,11 +91,14 @@ def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for step, batch in accumulate(model, [rows] * 3, len):
         step.backward(loss(model(batch), reduction="sum") / 4)
+    if name in OF_POOLS:  # the mean of two such losses is not that of all rows
+        for factor in (1, 4):
+            for step, batch in accumulate(model, [rows] * 2, len):
+                with pytest.raises(ValueError, match=f"micro-batch 0: .*{texts[0]}"):
+                    step.backward(factor * loss(model(batch)) + model(batch).sum(), num_items=4)
+                break
+        return
     for step, batch in accumulate(model, [rows] * 2, len):
-        if name in OF_POOLS:  # the mean of two such losses is not that of all rows
-            with pytest.raises(ValueError, match=f"micro-batch 0: .*{texts[0]}"):
-                step.backward(loss(model(batch)), num_items=4)
-            break
         step.backward(loss(model(batch)), num_items=4)
     for step, batch in accumulate(model, [rows] * 2, len):
         step.backward(loss(model(batch)) * 4)

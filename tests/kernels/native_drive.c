@@ -153,6 +153,7 @@ static void NAMED(run)(int64_t call) {
   is_computed = NAMED(ndcg)(scores, gains, member, of_queries, indexes, size, width, PICK(int64_t, INT64_MAX, 1, 3), draw() % 2,
                             PICK(int64_t, INT64_MAX, INT64_MAX, 1000000, 0), loss, gradient);
   require(!(is_computed && is_wrong == 1), "a gain below 0", call);
+  require(!(is_computed && is_wrong == 2 && indexes && size > 1), "queries that are not sorted", call);
   add(&is_computed, sizeof(is_computed));
   if (is_computed) {
     require(loss[0] >= -1e-4 * size && loss[0] <= 1.0001 * size, "an NDCG", call);

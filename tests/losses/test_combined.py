@@ -191,6 +191,20 @@ def test_a_sum_over_ranks_and_a_pool_agree_once(rank: int, ce: str, collectives:
     assert counter.total == collectives
 
 
+@on_ranks()
+def test_a_sum_that_fails_after_it_agreed_leaves_the_queue_alone(rank: int) -> None:
+    loss = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=20), "ce": BCEWithLogitsLoss()})
+
+    def fail(*_: object) -> None:
+        raise KeyError("after the agreement")
+
+    for step in range(2):
+        with loss.losses["ce"].register_forward_hook(fail), pytest.raises(KeyError):
+            loss(*draw(2, seed=rank))
+        assert len(loss.losses["ap"].queue) == 2 * step * dist.get_world_size()
+        loss(*draw(2, seed=rank))
+
+
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("fault", ["weights", "soft targets"])
 @on_ranks()

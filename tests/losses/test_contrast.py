@@ -313,6 +313,16 @@ def test_pairs_that_are_far_apart_keep_their_digits(temperature: float, name: st
     assert found[0] >= 0
 
 
+@pytest.mark.parametrize("num_candidates", [1, 7, 1023, 4096, 70_001])
+def test_a_softmax_may_overwrite_its_scores(num_candidates: int, device: torch.device) -> None:
+    """Torch does not promise it: rows of a block, of its transpose, and of one that is padded."""
+    block = normal(3, num_candidates).detach().float().to(device)
+    for scores in (block.clone(), block.t().clone().t(), torch.cat([block, block], dim=1)[:, :num_candidates]):
+        logarithm = embeddings_base.softmax_(scores)
+        assert_close(scores, block.softmax(dim=1), rtol=1e-5, atol=1e-7)
+        assert_close(logarithm, block.logsumexp(dim=1), rtol=1e-5, atol=1e-5)
+
+
 def test_a_tiny_temperature_gives_no_negative_loss() -> None:
     rows = normal(64, 16, dtype=torch.float16)
     for loss in (InfoNCELoss(1e-6), InfoNCELoss(1e-6, symmetric=True)):
