@@ -273,7 +273,9 @@ def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
 
         def bring_both() -> Offer[Any]:
             offers[:] = other, one = bring(), bring_first()
-            assert (other.tensors, other.checksum, other.rows) == (None, None, 0)  # these would not travel
+            if (other.tensors, other.checksum, other.rows) != (None, None, 0):
+                fix = "If a part of a loss has been replaced, construct that loss again."
+                raise ValueError(expected(call, "a call without rows, as it shares its header", Words("rows"), fix))
             facts = {f"{key} of {call}": fact for key, fact in other.facts.items()}
             totals, check = [*one.totals, *other.totals], combined([other.check, one.check])
             return replace(one, facts={**one.facts, **facts}, totals=totals, check=check)

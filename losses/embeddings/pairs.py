@@ -331,6 +331,7 @@ class PairLoss(ContrastiveLoss):
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
+            # A copy, of a single pair too; softmax_ works along the contiguous side.
             value_back, slope_back = back(scores[:, square].clone().t(), place)
             value, slope = one_way(scores, place)
             slope[:, square].add_(slope_back.t())

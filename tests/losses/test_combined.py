@@ -192,6 +192,16 @@ def test_a_sum_over_ranks_and_a_pool_agree_once(rank: int, ce: str, collectives:
 
 
 @on_ranks()
+def test_a_part_that_was_replaced_by_one_with_rows_is_refused_on_every_rank(rank: int) -> None:
+    loss = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=20), "ce": BCEWithLogitsLoss()})
+    loss.losses["ce"] = BCEWithLogitsLoss(class_weight="balanced")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a call without rows.* construct that loss again"):
+            loss(*draw(2, seed=rank))
+        assert len(loss.losses["ap"].queue) == 0
+
+
+@on_ranks()
 def test_a_sum_that_fails_after_it_agreed_leaves_the_queue_alone(rank: int) -> None:
     loss = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=20), "ce": BCEWithLogitsLoss()})
 
