@@ -71,8 +71,11 @@ def test_whole_queries_are_terms(name: str) -> None:
     parts = [slice(0, 3), slice(3, 12)]
     for step, part in accumulate(model, parts, lambda part: len(indexes[part].unique())):
         step.backward(mean(part), num_items=len(indexes[part].unique()))
-    for parameter, gradient in zip(model.parameters(), expected):
+    means = [torch.autograd.grad(mean(part), list(model.parameters())) for part in parts]
+    for parameter, gradient, *of_parts in zip(model.parameters(), expected, *means):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+        if parameter.ndim > 1:  # the bias moves all scores alike
+            assert not torch.allclose(sum(of_parts) / 2, gradient, rtol=1e-2)  # the control: a mean of means
 
 
 @pytest.mark.parametrize("name", OF_ROWS)

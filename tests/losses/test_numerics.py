@@ -247,14 +247,14 @@ def test_weights_count_by_their_ratios_over_ranks(rank: int, name: str) -> None:
     """Each rank has other weights, which float32 cannot hold. The control: one rank has those of another size."""
     logits, targets, ramp = normal(66, 3).float(), torch.arange(66) % 3, torch.linspace(0.01, 1, 66).double()
     own, (form, found) = torch.arange(66).tensor_split(dist.get_world_size())[rank], (FORMS[name], [])
-    for factor, local in ((1.0, True), (1e300, False), (math.exp(-200), False), (10.0**rank, False)):
+    for factor, local in ((1.0, True), (1e300, False), (math.exp(-200), False), (1000.0**rank, False)):
         part = slice(None) if local else own
         weight = (factor * ramp)[part]
         given = form.arguments(logits[part], targets[part], torch.arange(66)[part] % 4)
         loss = form.call(True, num_classes=3, gather_distributed=not local)(**given, sample_weight=weight)
         found.append(loss.detach())
     torch.testing.assert_close(found[1:3], found[:1] * 2, rtol=2e-6, atol=1e-7)
-    assert not torch.allclose(found[3], found[0], rtol=1e-4)
+    assert not torch.allclose(found[3], found[0], rtol=1e-3)
 
 
 def test_sums_and_elements_keep_the_unit_of_huge_weights() -> None:

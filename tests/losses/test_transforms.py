@@ -137,7 +137,8 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
 # Autocast: what a loss sums over a pool, half precision cannot hold
 
 MODULES_OF_FORMS = [name for name, form in FORMS.items() if form.loss.module is not None]
-BLIND = ["pauc_pairwise", "retrieval"]  # losses whose sums are matrix products, which autocast rounds
+# Losses whose sums are matrix products, which autocast rounds, for so many rows.
+BLIND = {60: ["pauc_pairwise", "retrieval"], 3000: ["retrieval"]}
 
 
 def call_of(name: str, rank: int, count: int) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
@@ -157,7 +158,7 @@ def call_of(name: str, rank: int, count: int) -> tuple[Callable[..., Tensor], di
 @on_ranks(2)
 def test_no_bit_is_changed_by_autocast(rank: int, count: int) -> None:
     """Of losses and gradients; the control are losses that are blind to it."""
-    for name, is_guarded in [*((name, True) for name in MODULES_OF_FORMS), *((name, False) for name in BLIND)]:
+    for name, is_guarded in [*((name, True) for name in MODULES_OF_FORMS), *((name, False) for name in BLIND[count])]:
         outcomes = []
         for enabled in (False, True):
             loss, arguments = call_of(name, rank, min(count, 600) if "retrieval" in name else count)
