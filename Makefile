@@ -12,14 +12,15 @@ BUILD := setup.cfg setup.py constraints.txt pyproject.toml $(wildcard kernels/na
 TYPECHECK := .venv/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test full quick mutants lint types docs bench gpu release clean
+.PHONY: help demo test full quick lanes mutants lint types docs bench gpu release clean
 # The checks print one after another also under `make -j`.
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train the example on two local processes (examples/train_ddp.py)"
 	@echo "make test    the whole check: lint, types, docs, tests"
-	@echo "make full    the same and the tests that take long: benchmarks, soaks, more processes"
+	@echo "make full    the same and the tests that take long: benchmarks, soaks, more processes, the lanes"
+	@echo "make lanes   the fast tests for other processors and threads, with new workers, in a drawn order (SEED=)"
 	@echo "make quick   lint, types and the fast tests: every loss and public verb, on several processes too"
 	@echo "make mutants which changes of the package no test notices (SEED=0 NUMBER=20 FOLDER=)"
 	@echo "make lint    ruff check, ruff format --check"
@@ -60,11 +61,15 @@ test: $(STAMP)
 
 full: $(STAMP)
 	@$(BIN)/python tests/run.py --checks --full
+	@$(BIN)/python tests/run.py --lanes
 
 quick: $(STAMP)
 	@$(BIN)/python tests/run.py --checks --quick
 
-SEED := 0
+lanes: $(STAMP)
+	@$(BIN)/python tests/run.py --lanes
+
+SEED ?= 0
 NUMBER := 20
 FOLDER :=
 mutants: $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,15 +17,28 @@ import device as simulated
 import lines
 import pytest
 import torch
-from workers import WorkerPool, close_pools, get_pool
+from workers import THREADS, WorkerPool, close_pools, get_pool
 
 # The shared subjects, data and tables of the tests over ranks, and the trainings. The workers inherit the path.
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("conformance", "integrations")]
 
 
-def pytest_configure() -> None:
-    """Compute with one thread, as the workers do: on busy cores, threads that wait for each other take far longer."""
-    torch.set_num_threads(1)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two ways to find a test that passes only after others, and what runs where processes are slow to start."""
+    parser.addoption("--one-process", action="store_true", help="skip tests of several processes")
+    parser.addoption("--cold", action="store_true", help="start new workers for each test")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn with this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compute with the threads of the workers, one by default: on busy cores, threads wait for each other for long."""
+    torch.set_num_threads(THREADS)
+    if config.getoption("one_process"):
+        WorkerPool.__init__ = lambda pool, world_size: pytest.skip("needs several processes")
+
+
+# The parameters that say on how many processes a case runs.
+SIZES = ("pool", "world_size", "processes")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,6 +49,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         r"^pytestmark = \[?\s*pytest\.mark\.(slow|full)\b", collection_path.read_text("utf-8"), re.MULTILINE
     )
     return True if is_slow else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let `make test` run one case of three processes of each file, so that `make full` is never the first to."""
+    chosen: set[Path] = set()
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        own = [mark for mark in item.own_markers if mark.name == "full"]
+        # A case with a second mark, or in a file that has the mark, is left out for another reason too.
+        if 3 in map(params.get, SIZES) and item.path not in chosen and own[:1] == list(item.iter_markers("full")):
+            chosen.add(item.path)
+            for mark in own:
+                item.own_markers.remove(mark)
+                item.add_marker("slow")
+    seed = config.getoption("shuffle")
+    if seed is not None:
+        random.Random(seed).shuffle(items)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """With --cold, no memory of an earlier test, such as room for a gather, helps the next one."""
+    if item.config.getoption("cold"):
+        close_pools()
 
 
 def pytest_collection_finish() -> None:
@@ -59,7 +97,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(params=[pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full)])
 def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    """Two gloo processes; three under `make full`."""
+    """Two gloo processes; three under `make full`, and in one case of each file under `make test`."""
     return get_pool(request.param)
 
 

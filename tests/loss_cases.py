@@ -22,6 +22,7 @@ from reference import Rows
 from torch import Tensor, nn
 
 from fullrank import losses
+from fullrank.kernels import native
 
 IGNORED = -100
 NAN, INF = math.nan, math.inf
@@ -764,3 +765,8 @@ def functions() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 FUNCTIONS = functions()
+
+
+def why_torch_computes() -> str:
+    """Return the reason for which a test of the library in C is skipped."""
+    return "the extension was not built" if native._path() else "FULLRANK_NATIVE switches the library in C off"

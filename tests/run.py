@@ -8,12 +8,17 @@ pytest::
     python tests/run.py --quick -x     the fast tests
     python tests/run.py --full         all tests
     python tests/run.py --checks       also lint, types and, unless --quick, the documentation
+    python tests/run.py --lanes        the fast tests, once in each of LANES; SEED=7 draws an order again
+
+A job that takes longer than --limit seconds is killed. All temporary files are in one folder, which is removed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -42,6 +47,16 @@ TOGETHER = [
     ["kernels", "metrics", "tests"],
 ]
 
+# The fast tests on other processors, with other numbers of threads, and without the help of the tests before: each
+# capability and each number once, not their product.
+LANES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "DEFAULT": ({"ATEN_CPU_CAPABILITY": "default", "FULLRANK_TEST_THREADS": "1"}, []),
+    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "FULLRANK_TEST_THREADS": "2"}, []),
+    "AVX512": ({"ATEN_CPU_CAPABILITY": "avx512", "FULLRANK_TEST_THREADS": "4"}, []),
+    "new workers for each test": ({}, ["--cold"]),
+    "a drawn order": ({}, ["--shuffle"]),
+}
+
 
 class Job(NamedTuple):
     """Files and folders of tests for one pytest process; without any, the target of the Makefile with that name."""
@@ -61,17 +76,23 @@ class Running(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Return 0 if all jobs passed."""
-    parser = argparse.ArgumentParser(usage="python tests/run.py [--quick | --full] [--checks] [arguments of pytest]")
-    for name in ("--quick", "--full", "--checks"):
+    usage = "python tests/run.py [--quick | --full | --lanes] [--checks] [--limit SECONDS] [arguments of pytest]"
+    parser = argparse.ArgumentParser(usage=usage)
+    for name in ("--quick", "--full", "--checks", "--lanes"):
         parser.add_argument(name, action="store_true")
+    parser.add_argument("--limit", type=float, default=2400.0)
     own, arguments = parser.parse_known_args(arguments)
+    if own.lanes:
+        return run_lanes(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     checks = ["types", "lint", *([] if own.quick else ["docs"])] if own.checks else []
     if not own.full:
         arguments = ["-m", "not slow and not full" if own.quick else "not full", *arguments]
-    with tempfile.TemporaryDirectory(prefix="fullrank-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fullrank-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder  # of all that starts below
         try:
             jobs = [*(Job(name, []) for name in checks), *test_jobs(own.quick)]
-            failed, counts = run_all(jobs, arguments, Path(folder))
+            failed, counts = run_all(jobs, arguments, Path(folder), own.limit)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         if failed:
@@ -79,6 +100,27 @@ def main(arguments: list[str]) -> int:
     for reason in failed:
         print(reason)
     print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    return 1 if failed else 0
+
+
+def run_lanes(arguments: list[str]) -> int:
+    """Run the fast tests in each lane that this processor has; return 0 if all passed."""
+    import torch
+
+    capabilities = ["DEFAULT", "AVX2", "AVX512"]
+    best = torch.backends.cpu.get_cpu_capability()
+    lacking = capabilities[capabilities.index(best) + 1 :] if best in capabilities else capabilities[1:]
+    failed = []
+    for name, (variables, options) in LANES.items():
+        seed = [os.environ.get("SEED") or str(random.randrange(10**6))] if "--shuffle" in options else []
+        if name in lacking:
+            print(f"== lane {name}: left out, this processor has {best}", flush=True)
+            continue
+        print(f"== lane {name}:", *(f"{key}={value}" for key, value in variables.items()), *options, *seed, flush=True)
+        command = [sys.executable, __file__, "--quick", *options, *seed, *arguments]
+        if subprocess.run(command, env=os.environ | variables).returncode:
+            failed.append(" ".join([name, *seed]))
+    print("== lanes:", f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
 
 
@@ -92,7 +134,7 @@ def test_jobs(quick: bool) -> list[Job]:
     return [Job(" ".join(names), [path for name in names for path in paths[name]]) for names in [*together, *alone]]
 
 
-def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[str], Counter[str]]:
+def run_all(jobs: list[Job], arguments: list[str], folder: Path, limit_s: float) -> tuple[list[str], Counter[str]]:
     """Run the jobs; return a reason for each that failed, and the sum of the counts."""
     failed: list[str] = []
     counts = Counter({"passed": 0, "failed": 0, "skipped": 0})
@@ -106,12 +148,18 @@ def run_all(jobs: list[Job], arguments: list[str], folder: Path) -> tuple[list[s
                 waiting.remove(job)
                 running.append(start(job, arguments, folder / job.name.replace("/", "-")))
             time.sleep(0.05)
-            for one in [one for one in running if status_of(one.process) is not None]:
-                running.remove(one)
-                failed += finish(one, counts)
-    finally:
+            for one in running[:]:
+                is_late = time.monotonic() - one.start > limit_s
+                if is_late:
+                    kill(one.process)
+                    failed.append(f"{one.job.name} was killed after {limit_s:.0f} s")
+                if is_late or status_of(one.process) is not None:
+                    running.remove(one)
+                    failed += finish(one, counts)
+    finally:  # after an interrupt
         for one in running:
-            one.process.terminate()
+            kill(one.process)
+            finish(one, counts)
     return failed, counts
 
 
@@ -135,7 +183,8 @@ def start(job: Job, arguments: list[str], output: Path) -> Running:
     else:
         command = ["make", "--no-print-directory", job.name]
         with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=TESTS.parent, stdout=file, stderr=subprocess.STDOUT)
+            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=TESTS.parent, **options)
     return Running(job, process, output, time.monotonic())
 
 
@@ -144,9 +193,18 @@ def status_of(process: Any) -> int | None:
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
+def kill(process: Any) -> None:
+    """Kill a job and the programs that it has started; the workers of its tests end with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # before it has a group
+    process.wait() if isinstance(process, subprocess.Popen) else process.join()
+
+
 def run_pytest(arguments: list[str], output: Path) -> None:
     """Be a pytest process."""
     write_to(output)
+    os.setsid()
     import pytest
 
     # The server has imported plugins of pytest, which have no assertions of tests that pytest would rewrite.
@@ -169,8 +227,9 @@ def finish(one: Running, counts: Counter[str]) -> list[str]:
     found = counts_of(text)
     counts.update(found)
     if one.job.paths and status in (0, 1, NOTHING_COLLECTED):
-        # A test that ends the process with status 0 ends it before the summary.
-        broke_off, failed = not found, status == 1
+        # A test that ends the process with status 0 leaves no summary; after pytest.exit a line of it says so.
+        broke_off = not found or re.search(r"^!+ \S*outcomes\.Exit: ", text, re.MULTILINE) is not None
+        failed = status == 1 or bool(found.get("failed", 0) + found.get("errors", 0))
     else:
         broke_off, failed = bool(one.job.paths), status != 0
     if broke_off:
@@ -182,7 +241,7 @@ def counts_of(output: str) -> dict[str, int]:
     """Return the counts of pytest's summary, the last line with a time; a run that broke off has none."""
     summary = next((line for line in reversed(output.splitlines()) if re.search(r" in \d+\.\d+s", line)), "")
     kinds = r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?)"
-    return {kind: int(number) for number, kind in re.findall(kinds, summary)}
+    return {re.sub("^(error|warning)$", r"\1s", kind): int(number) for number, kind in re.findall(kinds, summary)}
 
 
 if __name__ == "__main__":

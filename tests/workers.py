@@ -3,14 +3,16 @@
 A test calls ``pool(function, *args)``. The function stands at the top level of a module, usually in the file of the
 test: every rank imports that module and runs ``function(rank, *args)`` inside one process group over a file store. The
 results come back in rank order. A worker that raises sends its traceback back; a pool that does not answer within the
-limit is killed and fails.
+limit, or of which a process has died, is killed and fails.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from processes import process_context
 
 LIMIT_S = 180  # a hang must fail the test, never the whole run, and a busy machine neither
+THREADS = int(os.environ.get("FULLRANK_TEST_THREADS") or 1)  # of each process
 GRACE_S = 5  # how long the others may take to report after one rank has failed
 
 
@@ -33,7 +36,7 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
 
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     warnings.simplefilter("ignore")  # pytest's filters do not reach here; tests of warnings set their own
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
@@ -82,20 +85,42 @@ class WorkerPool:
             tasks.put((os.environ.get("PYTEST_CURRENT_TEST", ""), function, args))
         results: dict[int, Any] = {}
         failures: list[str] = []
+        missing = {*range(self.world_size)}
         for _ in range(self.world_size):
             try:
-                rank, succeeded, value = self._results.get(timeout=GRACE_S if failures else LIMIT_S)
+                rank, succeeded, value = self._answer(missing, GRACE_S if failures else LIMIT_S)
             except queue.Empty:
-                failures.append(f"no answer from {self.world_size - len(results) - len(failures)} ranks")
+                failures += [f"rank {rank}: {self._state(rank)}" for rank in sorted(missing)]
                 break
+            missing.remove(rank)
             if succeeded:
                 results[rank] = value
             else:
                 failures.append(f"rank {rank}:\n{value}")
         if failures:
-            self.close()  # the other ranks may stand in a collective that will never end
+            for process in self._processes:
+                process.kill()  # the other ranks may stand in a collective that will never end
+            self.close()
             raise RemoteError("\n".join(failures))
         return [results[rank] for rank in range(self.world_size)]
+
+    def _answer(self, missing: set[int], limit_s: float) -> Any:
+        """Return the next answer; ``queue.Empty`` at the limit, or as soon as one of the ``missing`` ranks has died."""
+        end = time.monotonic() + limit_s
+        while True:
+            # Before the queue is read: what a process sent before it died still arrives.
+            is_over = time.monotonic() > end or any(not self._processes[rank].is_alive() for rank in missing)
+            try:
+                return self._results.get(timeout=0.2)
+            except queue.Empty:
+                if is_over:
+                    raise
+
+    def _state(self, rank: int) -> str:
+        status = self._processes[rank].exitcode
+        if status is None:
+            return "no answer"
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def close(self) -> None:
         """End the processes; a broken pool is replaced at its next use."""

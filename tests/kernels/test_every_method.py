@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loss_cases import why_torch_computes
 from torch import Tensor
 
 from fullrank.kernels import native, node_tables
@@ -112,7 +113,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if "native" not in request.param:
         monkeypatch.setattr(native, "FUNCTIONS", {})
     elif not native.FUNCTIONS:
-        pytest.skip("the extension was not built")
+        pytest.skip(why_torch_computes())
     if "many rows" in request.param:
         monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(many_rows=0))
         assert node_tables.order_for(torch.empty(0), 1).p == 3

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from loss_cases import normal
+from loss_cases import normal, why_torch_computes
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -27,7 +27,7 @@ from fullrank.kernels.smooth_ap.sums import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
 from fullrank.losses.pooled.pool import PerClass, Pool
 
-needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
+needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())
 
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-13}
@@ -603,6 +603,7 @@ def test_another_library_than_setup_py_built_is_not_used(text: str, library: Pat
     assert len(caught) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLRANK_NATIVE", "off")
+        assert why_torch_computes() == "FULLRANK_NATIVE switches the library in C off"
         assert native._load() == {}
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from loss_cases import why_torch_computes
 from sklearn.metrics import ndcg_score
 from torch import Tensor
 from torch.testing import assert_close
@@ -87,7 +88,7 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32
 
 
-@pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
+@pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gain", ["linear", "exponential"])
 def test_queries_in_c_are_those_of_torch(gain: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_queries_in_c_are_those_of_torch(gain: str, dtype: torch.dtype, monkeypa
     assert len(calls) == 72 + 24
 
 
-@pytest.mark.skipif(not native.FUNCTIONS, reason="the extension was not built")
+@pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())
 def test_what_c_leaves_to_torch() -> None:
     scores, gains, indexes = torch.arange(6.0), torch.arange(6).double(), torch.tensor([1, 1, 2, 2, 2, 5])
     columns = {"scores": scores, "gains": gains, "member": None, "weight": None, "indexes": indexes}
