@@ -21,6 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from fullrank import accumulate, count_valid_tokens
 from fullrank.accumulation.accumulate import MAX_TERMS
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+# The fast tests take one case: the others execute no further line of the package.
+KINDS = ["plain", SLOW("ddp"), SLOW("fsdp2")]
+LAYOUTS = [SLOW("full"), "uneven", SLOW("unequal"), SLOW("none")]
+
 WEIGHTS = {"mtp": 0.3}
 
 
@@ -87,9 +92,9 @@ def back_propagate(step: Any, model: nn.Module, batch: Batch, form: str) -> None
         step.backward(losses, weights=WEIGHTS)
 
 
-@pytest.mark.parametrize("layout", ["full", "uneven", "unequal", "none"])
-@pytest.mark.parametrize("form", ["backward", "scale", "factors", "means"])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["backward", *map(SLOW, ("scale", "factors", "means"))])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
 def test_terms_are_divided_by_their_own_counts(rank: int, kind: str, form: str, layout: str) -> None:
     """In two windows; the control has one count for both."""
@@ -184,9 +189,9 @@ MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its
 }
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [SLOW(0), 1, SLOW(2)])
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
 def test_a_mistake_of_one_rank(rank: int, kind: str, mistake: str, index: int) -> None:
     """It is raised on all of them; a right window follows. FSDP2 gathers each head in the backward of its own loss."""
@@ -294,9 +299,9 @@ def _means_of_each(layout: str) -> tuple[Tensor, Tensor]:
     return torch.stack(means), torch.stack(wrong)
 
 
-@pytest.mark.parametrize("layout", ["full", "uneven", "unequal", "none"])
-@pytest.mark.parametrize("form", ["backward", "factors", "some early"])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["backward", SLOW("factors"), SLOW("some early")])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
 def test_the_loss_of_each_micro_batch(rank: int, kind: str, form: str, layout: str) -> None:
     """Over all ranks, in three windows; the control is the mean over ranks of means."""
