@@ -203,7 +203,14 @@ def differs(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(map(error, found, expected))
 
 
-@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.module is not None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "smooth_ap" else pytest.mark.slow)
+        for name, row in LOSSES.items()
+        if row.module is not None
+    ],
+)
 @on_ranks()
 def test_arguments_of_losses(rank: int, name: str) -> None:
     wrong, row = [], LOSSES[name]

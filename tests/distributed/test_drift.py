@@ -153,7 +153,10 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [pytest.param(*case, marks=[] if case[0] == ARGUMENTS[0][0] else pytest.mark.slow) for case in ARGUMENTS],
+)
 @on_ranks(2)
 def test_another_argument_on_one_rank_is_named(rank: int, name: str, argument: str) -> None:
     form = LOSSES[name].form_with(argument)

@@ -36,6 +36,7 @@ def rows() -> Rows:
     return features, np.where(draws < 0.06, "yes", "no")
 
 
+@pytest.mark.slow
 def test_scikit_learn_accepts_it() -> None:
     # A row of weight 2 is held out as one row, so that ten rows written out are split otherwise.
     names = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
