@@ -197,13 +197,13 @@ def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[i
 
     Always a copy, in one kernel up to a hundred ranks: callers may change the rows in place.
     """
-    size = like.element_size()
     if not row_bytes(like):
         return like.new_empty(sum(counts), *like.shape[1:])
-    blocks = gathered.view(like.dtype).view(len(counts), -1)[:, offset // size :]
-    width = math.prod(like.shape[1:])
-    rows = torch.cat([block[: count * width] for block, count in zip(blocks.unbind(), counts)])
-    return rows.view(sum(counts), *like.shape[1:])
+    shape = len(counts), max(counts), *like.shape[1:]
+    blocks = gathered.view(like.dtype).view(len(counts), -1)[:, offset // like.element_size() :]
+    blocks = blocks[:, : math.prod(shape[1:])].view(shape)
+    # Not a view of the rows joined flat: autograd refuses changes in place of a view that a function returned.
+    return torch.cat([block[:count] for block, count in zip(blocks.unbind(), counts)])
 
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:

@@ -281,10 +281,10 @@ def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
     """Return the group of the public gather that returned the rows of ``tensor``; None if no gather is recognised."""
     base, node = tensor._base, tensor.grad_fn
     is_view = base is not None and node is None and base.shape[:1] == tensor.shape[:1]
-    rows = base if is_view else tensor
-    gathered = _GATHERED_OVER.get(id(rows))
-    if gathered is not None and gathered[0]() is rows:
-        return gathered[1]
+    for rows in (tensor, base if is_view else None):
+        gathered = _GATHERED_OVER.get(id(rows))
+        if gathered is not None and gathered[0]() is rows:
+            return gathered[1]
     for _ in range(_MAX_NODES):
         plan = getattr(node, "plan", None)
         if isinstance(plan, _Plan):

@@ -138,13 +138,17 @@ def test_conjugates_negatives_and_changes_in_place(rank: int) -> None:
     plain = values.conj().clone().resolve_conj()
     assert torch.equal(fullrank.all_gather_no_grad(values.conj())[:1], plain)
     assert torch.equal(fullrank.all_gather_no_grad(values.conj().imag)[:1], plain.imag)
-    # Equal and uneven shards, of which the second travels with the header: the result may be changed in place.
-    for count, create_graph in itertools.product((2, 2 + rank, 2), (False, True)):
-        own = torch.ones(count, 2, requires_grad=True)
-        gathered = fullrank.all_gather_with_grad(own)
-        gathered *= 2
-        (found,) = torch.autograd.grad(gathered.sum(), own, create_graph=create_graph)
-        assert bool((found == 4).all())
+    # Equal and uneven shards, that fit behind the header in the second step or never: the result may change in place.
+    for count, width in itertools.product((2, 2 + rank), (2, 2**14)):
+        group = dist.new_group()
+        for create_graph in (False, True):
+            own = torch.ones(count, width, requires_grad=True)
+            gathered, (other,) = fullrank.all_gather_with_grad(own, group), fullrank.gather_rows(own, group=group)
+            for rows in (gathered, other):
+                rows *= 2
+                (found,) = torch.autograd.grad(rows.sum(), own, create_graph=create_graph)
+                assert bool((found == 4).all())
+        dist.destroy_process_group(group)
 
 
 COUPLED = {  # a value that depends on the rows of all ranks, and is not linear in them

@@ -16,6 +16,7 @@ from torch import Tensor
 from workers import error_of
 
 import fullrank
+from fullrank.distributed import exchange
 from fullrank.losses import smooth_ap
 
 SCALE = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -101,17 +102,37 @@ def test_control_what_is_gathered_again_is_wrong(rank: int) -> None:
     assert [queued for *_, queued in gathered_again(rank, "seventeen operators")] == [26, 52]  # of 13 rows a step
 
 
+@pytest.mark.parametrize("uneven", [0, 1])
+@pytest.mark.parametrize("count", [6, 9000])
 @on_ranks(2)
-def test_gathered_targets_are_refused(rank: int) -> None:
-    """The object and a view of it, next to logits that show nothing; a copy passes."""
-    with torch.no_grad():
-        logits = torch.cat([own_rows(other)[0] for other in range(2)])
-    (gathered,) = fullrank.gather_rows(own_rows(rank)[1])
-    for targets in (gathered, gathered[:]):
-        kind, text = error_of(partial(make_loss(), logits, targets))
-        assert kind == "ValueError"
-        assert f"targets: {REFUSED}" in text
-    assert error_of(partial(make_loss(), logits, gathered.clone())) == ("none", "")
+def test_rows_and_targets_without_a_graph_are_refused(rank: int, count: int, uneven: int) -> None:
+    """The object and a view of it, if the rows fit behind the header and if not, in both steps; a copy passes."""
+    group = dist.new_group()
+    for _ in range(2):
+        number = count + uneven * rank
+        rows, targets = (fullrank.all_gather_no_grad(torch.arange(number) % 3 % 2 * 1.0, group) for _ in range(2))
+        for name, x, y in (
+            *(("logits", x, targets.clone()) for x in (rows, rows[:])),
+            *(("targets", rows.clone(), y) for y in (targets, targets[:])),
+        ):
+            kind, text = error_of(partial(make_loss(group=group), x, y))
+            assert kind == "ValueError"
+            assert f"{name}: {REFUSED}" in text
+        assert error_of(partial(make_loss(group=group), rows.clone(), targets.clone())) == ("none", "")
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_a_view_that_a_gather_has_returned_is_refused(rank: int) -> None:
+    """The guard does not hang on how torch makes the memory of a result."""
+    y, whole = own_rows(rank)[1], exchange.Exchange.rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.Exchange, "rows", lambda *args: [rows.view(-1) for rows in whole(*args)])
+        targets = fullrank.all_gather_no_grad(y.repeat(2**14))
+    assert targets._is_view()
+    kind, text = error_of(partial(make_loss(), targets.double(), targets))
+    assert kind == "ValueError"
+    assert f"targets: {REFUSED}" in text
 
 
 @on_ranks(2)
