@@ -20,7 +20,15 @@ from torch.distributed import ProcessGroup
 
 from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
-from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
+from .group import (
+    SAME_REDUCTION,
+    Group,
+    check_gradient_reduction,
+    gradient_scale,
+    group_ranks,
+    is_local,
+    resolve_group,
+)
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
 
@@ -142,7 +150,7 @@ def gather_rows(
         gradient_reduction: see :func:`all_gather_with_grad`.
 
     Returns:
-        A tuple with one entry per argument, rows in rank order. At world size 1, the very same objects.
+        A tuple with one entry per argument, rows in rank order. At world size 1 and k = 1, the very same objects.
 
     Shape:
         each (N_r, ...) -> (sum over ranks of N_r, ...).
@@ -190,7 +198,7 @@ def all_gather_with_grad(
             these rows, in one collective that every rank must reach.
 
     Returns:
-        (sum over ranks of N, ...) in rank order. At world size 1 the same tensor object comes back.
+        (sum over ranks of N, ...) in rank order. At world size 1 and k = 1 the same tensor object comes back.
 
     Raises:
         TypeError: when ``tensor`` is not a plain tensor.
@@ -229,7 +237,7 @@ def _gather_tensors(
         return Offer(None, _facts_of(gradient_reduction, backward), tensors=tensors)
 
     resolved = resolve_group(group)
-    if resolved.size() == 1:
+    if is_local(resolved, gradient_reduction):
         check_rows(tensors)
         bring()
         return tensors

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import expected, first_order_only
-from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
+from .group import (
+    SAME_REDUCTION,
+    Group,
+    check_gradient_reduction,
+    gradient_scale,
+    is_initialized,
+    is_local,
+    resolve_group,
+)
 from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled, note_kind
 
@@ -57,7 +65,7 @@ def mean_agreed(
 
     Args:
         call: name of the call for the header and for messages.
-        group: a group of at least two ranks.
+        group: the ranks that take part.
         bring: checks this rank's arguments and returns :func:`part_of_mean`; if it raises, all ranks raise.
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
@@ -125,6 +133,6 @@ def global_mean(
         return part_of_mean(total, number, {"gradient_reduction": reduction, "dtype": total.dtype})
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
-    if resolved is None or resolved.size() == 1:
+    if resolved is None or is_local(resolved, gradient_reduction):
         return note_kind(local_mean(total, bring().totals[1]))
     return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction))

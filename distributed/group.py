@@ -155,6 +155,17 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_
     return scale
 
 
+def is_local(group: ProcessGroup, gradient_reduction: str | int) -> bool:
+    """Return True if a call over ``group`` is the same as without one: it has one rank, and the gradient no factor.
+
+    In a job of several ranks the wrapper may average the gradients of a group of one over others: then k counts.
+    """
+    if group.size() > 1:
+        return False
+    needs_grad = torch.is_grad_enabled()
+    return dist.get_world_size() == 1 or gradient_scale(gradient_reduction, group, needs_grad=needs_grad) == 1
+
+
 SAME_REDUCTION = "Set the same gradient_reduction on every rank."
 
 
@@ -185,8 +196,8 @@ class DataGroup:
         self._resolved: ProcessGroup | None = None
         self._dropped = False
 
-    def resolve(self, gather_distributed: bool | None) -> ProcessGroup | None:
-        """Return the group to communicate over, or None when the call is local (also at world size 1)."""
+    def resolve(self, gather_distributed: bool | None, gradient_reduction: str | int) -> ProcessGroup | None:
+        """Return the group to communicate over, or None when the call :func:`is_local`."""
         if gather_distributed is False:
             return None
         world = dist.group.WORLD if dist.is_available() else None
@@ -206,7 +217,7 @@ class DataGroup:
         assert self._resolved is not None
         if self._resolved is not world:  # the default group exists
             _check_exists(self._resolved, "group")
-        return self._resolved if self._resolved.size() > 1 else None
+        return None if is_local(self._resolved, gradient_reduction) else self._resolved
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
         return copy.copy(self)

@@ -127,7 +127,7 @@ class DistributedLoss(nn.Module):
         """Return the group to communicate over, or None when the call is local."""
         if torch.compiler.is_compiling() and self.fits_in_a_graph():
             return None
-        return self._data_group.resolve(self._gather_distributed)
+        return self._data_group.resolve(self._gather_distributed, self.gradient_reduction)
 
     def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:
         """Raise ValueError when one of ``tensors`` already contains the rows of other ranks."""

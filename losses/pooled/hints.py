@@ -158,7 +158,7 @@ class Hints:
         """
         rows = [tensor.detach() for tensor in tensors if tensor is not None]
         count, num_ranks = counts[0], len(counts)
-        if not self._looks_for_all or "copies" in self._warned or count < 2 or min(counts) != max(counts):
+        if not self._looks_for_all or "copies" in self._warned or min(count, num_ranks) < 2 or {*counts} != {count}:
             return
         are_copies = (rows[0][:count] != rows[0][:1]).any()
         for tensor in rows:

@@ -98,6 +98,23 @@ def test_a_loss_whose_gradient_does_not_fit_the_model(rank: int, wrapper: str, n
             assert f"times the right one: pass gradient_reduction={fix}." in text
 
 
+@on_ranks(2)
+def test_a_loss_over_a_group_of_one_is_checked_too(rank: int) -> None:
+    """The model averages over two ranks. With k = 1 it gets the mean of the pools' gradients, with 2 their sum."""
+    lone, step = [dist.new_group([member]) for member in range(2)][rank], make_step(Case("smooth_ap"), 0)
+    for reduction, scale in (("mean", 1), (2, 2), ("sum", None), (4, None)):
+        loss = joined_loss(make_loss(Case("smooth_ap", gradient_reduction=reduction), local=False, group=lone))
+        model, alone = wrap(make_model(), "ddp"), make_model()
+        kind, text = error_of(functools.partial(pool_window, model, [step], loss))
+        joined_loss(make_loss(Case("smooth_ap"), local=True))(alone(step.features), [step]).backward()
+        if scale is None:
+            assert kind == "ValueError"
+            assert "times the right one: pass gradient_reduction=2." in text
+        else:
+            assert (kind, text) == ("none", "")
+            assert error(gradient(model), scale * gradient(alone)) <= 1e-12
+
+
 class RunningNorm(nn.Module):
     """Subtracts a running mean that each forward first moves on, so that scores depend on how often it was moved."""
 

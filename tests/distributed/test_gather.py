@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,59 @@ def test_global_mean_of_nothing_is_zero(rank: int) -> None:
     mean = fullrank.global_mean(own, 0)
     mean.backward()
     assert (mean.item(), own.grad.item()) == (0, 2)  # finite: the total is an empty sum, whose own gradient is zero
+
+
+VERBS: dict[str, Callable[..., Tensor]] = {
+    "gather_rows": lambda x, **given: fullrank.gather_rows(x, **given)[0].pow(3).sum(),
+    "all_gather_with_grad": lambda x, **given: fullrank.all_gather_with_grad(x, **given).pow(3).sum(),
+    "reduce_scatter": lambda x, **given: (
+        fullrank.all_gather_with_grad(x, backward="reduce_scatter", **given).pow(3).sum()
+    ),
+    "global_mean": lambda x, **given: fullrank.global_mean(x.pow(3).sum(), len(x), **given),
+}
+LEARNED = {"info_nce learned": {"learn_temperature": True}, "siglip learned": {"learn": True}}
+
+
+def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
+    """Return the value of a verb or a loss for the rows ``part`` of ``x``, and its gradients: of the rows, and of what
+    it has learned.
+    """
+    rows, learned = x[part].clone().requires_grad_(), list[Tensor]()
+    if name in VERBS:
+        value = VERBS[name](rows, **options)
+    else:
+        form = FORMS[name.removesuffix(" learned")]
+        loss = form.make(num_classes=x.shape[1], **options, **LEARNED.get(name, {})).double()
+        targets, queries = (torch.arange(len(x))[part] % number for number in (2, 3))
+        value, learned = loss(**form.arguments(rows, targets, queries)).nansum(), [*loss.parameters()]
+    return [value.detach(), *torch.autograd.grad(value, [rows, *learned])]
+
+
+@pytest.mark.parametrize(
+    "name", [*VERBS, *LEARNED, *slowly(name for name, form in FORMS.items() if form.loss.module is not None)]
+)
+@on_ranks(4)
+def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
+    """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1."""
+    ends = [0, 6, 15, 22, 30]  # of the rows of each rank
+    columns = 2 if name in VERBS else FORMS[name.removesuffix(" learned")].columns
+    x = torch.randn(ends[-1], columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for size in (4, 2, 1):
+        groups = [dist.new_group([*range(first, first + size)]) for first in range(0, 4, size)]
+        group, first = groups[rank // size], ends[rank // size * size]
+        lone = dist.new_group([rank], use_local_synchronization=True)
+        whole = slice(first, ends[rank // size * size + size])
+        of_pool = {"gather_distributed": False} if name not in VERBS else {"group": lone}
+        value, of_rows, *of_learned = slopes(name, x, whole, **of_pool)
+        of_own = of_rows[ends[rank] - first : ends[rank + 1] - first]
+        for reduction, scale in (("mean", size), ("sum", 1), (4, 4)):
+            options = {"group": group, "gradient_reduction": reduction}
+            found = slopes(name, x, slice(*ends[rank : rank + 2]), **options)
+            right = [value, scale * of_own, *(min(1, scale / size) * slope for slope in of_learned)]
+            assert max(map(error, found, right)) <= 1e-12, (size, reduction)
+            assert scale == 1 or error(found[1], of_own) >= 0.5  # the control
+            is_same = fullrank.all_gather_with_grad(x, **options) is x
+            assert is_same == (size == 1 and scale == 1)
 
 
 @pytest.mark.parametrize("form", ["subgroup", "mesh", "mesh of two dimensions"])

@@ -234,6 +234,9 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
         assert len(texts) == number, (number, texts)
         assert all(f"every row is counted {world_size} times" in text for text in texts)
     assert texts_of(call_of(make(validate_args=False), of_row), 3, lambda step: draw(step, 3)) == []
+    lone = make(group=dist.new_group([rank], use_local_synchronization=True), gradient_reduction=world_size)
+    texts = texts_of(call_of(lone, own), 9, lambda step: draw(step, 3))
+    assert not any("the same rows" in text for text in texts)
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
