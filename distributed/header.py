@@ -26,11 +26,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, errors_naming, gather_flat
+from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, errors_naming, gather_flat
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
@@ -247,6 +248,38 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         agreed.arrived = parcel.read(room, counts)
     room.adapt(needed)
     return agreed
+
+
+def each_or_raise(
+    exchange: Exchange, compute: Callable[[], tuple[T, Tensor]], size: int, device: torch.device, what: str
+) -> tuple[T, Tensor]:
+    """Return the value of ``compute`` on this rank, and its block (n,) of every rank, stacked; or raise on all ranks.
+
+    An exception in ``compute``, such as out of memory, does not leave the other ranks waiting: this rank sends -inf in
+    place of its block, and then all agree on the error. No block that is computed begins with -inf.
+
+    Args:
+        exchange: the group, and the name of the call.
+        compute: returns the value and the block, float64 on ``device``. It makes no collective.
+        size: n, the same on every rank.
+        device: where the blocks travel. The host waits for an accelerator here.
+        what: names the blocks, in the plural.
+    """
+    value, own_error = None, None
+    try:
+        value, block = compute()
+    except Exception as error:
+        own_error, block = error, torch.full((size,), -math.inf, dtype=torch.float64, device=device)
+    blocks = exchange.each(block, what)
+
+    def bring() -> Offer[None]:
+        if own_error is not None:
+            raise own_error
+        return Offer(None)
+
+    if -math.inf in blocks[:, 0].tolist():
+        agree_on(exchange.call, exchange.group, bring)
+    return cast(T, value), blocks
 
 
 def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:

@@ -120,7 +120,7 @@ def check_batch(
     validate_args = validate_args and has_values(logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
-    logits = _in_memory(logits)
+    logits, targets = in_memory(logits), in_memory(targets)
     if logits.ndim == 1 and rule.num_classes == 1:
         logits = logits[:, None]  # a view: the gradient has the shape of the input
     if logits.ndim != 2 or logits.shape[1] != rule.num_classes:
@@ -158,7 +158,7 @@ def check_batch(
     return checked._replace(iid_mask=iid_mask, sample_weight=sample_weight, indexes=indexes, check=check)
 
 
-def _in_memory(numbers: Tensor) -> Tensor:
+def in_memory(numbers: Tensor) -> Tensor:
     """Return a copy of a negated view, and of zeros without memory, which neither numpy nor C reads."""
     if not torch.compiler.is_compiling() and (numbers.is_neg() or numbers._is_zerotensor()):
         return numbers.clone()
@@ -331,7 +331,7 @@ def weight_and_check(
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
-    sample_weight = _in_memory(sample_weight.detach())
+    sample_weight = in_memory(sample_weight.detach())
     sample_weight = sample_weight.to(torch.promote_types(sample_weight.dtype, dtype))
     if not (validate_args and has_values(sample_weight) and sample_weight.numel()):
         return sample_weight, None
@@ -349,7 +349,7 @@ def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
     _check_row_tensor("indexes", indexes, logits)
     if not is_integer(indexes):
         raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
-    return indexes.to(torch.int64)  # the ranks must send the same dtype
+    return in_memory(indexes.to(torch.int64))  # the ranks must send the same dtype
 
 
 def weight_of_rows(
@@ -383,7 +383,7 @@ def check_device(name: str, value: Tensor, rows: Tensor, rows_name: str = "logit
 
 
 def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Tensor:
-    """Return ``rows`` (N, D) of floats, or raise TypeError or ValueError; ``width`` is the D of a queue."""
+    """Return ``rows`` (N, D) of floats in memory, or raise TypeError or ValueError; ``width`` is the D of a queue."""
     check_tensor(name, rows)
     check_not_batched(rows)
     if not rows.is_floating_point():
@@ -400,7 +400,7 @@ def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Ten
     if width is not None and rows.shape[1] != width:
         fix = "Construct another loss for rows of another width."
         raise ValueError(expected(name, f"shape (N, {width}), as the queue", rows, fix))
-    return rows
+    return in_memory(rows)
 
 
 def check_values(name: str, tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, check_rows
 from ...distributed.group import gradient_scale
+from ...distributed.header import each_or_raise
 from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
 from ...errors import Words, expected
 from ...kernels.costs import costs_of
@@ -25,6 +26,8 @@ from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
 from ..pooled.hints import Hints
 from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
+
+T = TypeVar("T")
 
 FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
 
@@ -48,9 +51,10 @@ class ContrastiveLoss(HoldsQueue):
         time for M candidates and O(M D) memory.
 
     Distributed:
-        Three collectives forward: the header with the rows of all ranks, one reduce-scatter of their gradients if they
-        have any, two sums; rows that do not fit behind the header take one more. None backward. Each rank computes the
-        terms of its own rows, and every rank gets the same value.
+        Three collectives forward: the header with the rows of all ranks, the sums of the ranks, one reduce-scatter of
+        gradients if there are any; rows that do not fit behind the header take one more. None backward. Each rank
+        computes the terms of its own rows, and every rank gets the same value. If that fails on one rank, such as for
+        lack of memory, all ranks raise.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class ContrastiveLoss(HoldsQueue):
 
     def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
         self._check_not_gathered(group, **{name: rows})
-        checked_embeddings(name, rows, self.queue.num_classes if self.queue_size else None)
+        rows = checked_embeddings(name, rows, self.queue.num_classes if self.queue_size else None)
         check_rows([rows])
         if func_transforms_are_active() or has_tangent(rows):
             fix = "The loss of one call has a first derivative alone."
@@ -102,24 +106,33 @@ class ContrastiveLoss(HoldsQueue):
 
     def _sum_over_ranks(
         self,
-        local: LocalLoss,
+        compute: Callable[[], tuple[LocalLoss, T]],
         rows: Sequence[Tensor],
-        unit: Sequence[Tensor],
         counts: Sequence[tuple[int, ...]],
         exchange: Exchange | None,
         learned: Sequence[tuple[Tensor, bool]] = (),
-        is_clamped: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, T]:
         """Return the loss, the sum of those of the ranks, with the gradients of ``rows``, this rank's, and ``learned``.
 
-        ``unit`` are the ``rows`` as they are compared.
+        ``compute`` returns this rank's terms, and what is returned with the loss. If it fails on one rank, all raise.
         ``counts`` are the numbers of rows of each rank, for each of ``rows``. ``learned`` are a learned scale and bias,
         each with whether it is sharded. Their gradients are summed over the ranks: on every rank they are those of one
         process, whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of
-        it. If one is sharded, the rank that has it gets all of it, because nothing sums it. Where ``is_clamped`` the
-        scale is above its limit, and its gradient may only lower it.
+        it. If one is sharded, the rank that has it gets all of it, because nothing sums it.
         """
-        sums, grad_all, k, share = torch.stack([local.total, *local.grad_learned]), [*local.grad_all], 1, 1.0
+        k, share = 1, 1.0
+
+        def local_sums() -> tuple[tuple[LocalLoss, T], Tensor]:
+            computed = compute()
+            return computed, torch.stack([computed[0].total, *computed[0].grad_learned])
+
+        if exchange is None:
+            (local, others), sums = local_sums()
+        else:
+            sizes = 1 + len(learned), rows[0].device
+            (local, others), blocks = each_or_raise(exchange, local_sums, *sizes, "the sums")
+            sums = blocks.sum(dim=0)
+        grad_all = [*local.grad_all]
         with_grad = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*rows, *(one for one, _ in learned))
         )
@@ -133,32 +146,33 @@ class ContrastiveLoss(HoldsQueue):
                 summed = exchange.sum_own(joined, of_ranks, "the gradients")
                 for place, gradient in zip(places, summed.chunk(len(places), dim=1)):
                     grad_all[place] = gradient
-            sums = exchange.each(sums, "the sums").sum(dim=0)
             k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
             share = min(1.0, k / exchange.group.size())
-        value = sums[0].to(unit[0].dtype)
+        value = sums[0].to(local.rows[0].dtype)
         if with_grad:
             gradients: list[Tensor | None] = []
-            for of_own, of_all, *given in zip(local.grad_own, grad_all, unit, rows):
+            for of_own, of_all, *given in zip(local.grad_own, grad_all, local.rows, rows):
                 present = [gradient for gradient in (of_own, of_all) if gradient is not None]
                 of_unit = sum(present[1:], present[0]) if present else None
                 gradients.append(None if of_unit is None else self._gradient_of_given(of_unit, k, *given))
             slopes = [*sums[1:].unbind()]
-            if is_clamped is not None:
-                slopes[0] = torch.where(is_clamped, slopes[0].clamp_min(0.0), slopes[0])
+            if local.is_clamped is not None:
+                slopes[0] = torch.where(local.is_clamped, slopes[0].clamp_min(0.0), slopes[0])
             for slope, (parameter, is_sharded) in zip(slopes, learned):
                 gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
             value = with_gradients(type(self).__name__, value, gradients, *rows, *(one for one, _ in learned))
-        return note_kind(value, over_ranks=exchange is not None, of_pool=True)
+        return note_kind(value, over_ranks=exchange is not None, of_pool=True), others
 
 
 class LocalLoss(NamedTuple):
     """This rank's terms of the loss, summed, with their gradients; None for those that are not needed."""
 
+    rows: Sequence[Tensor]  # [N, D] each: those of this rank as they are compared
     total: Tensor  # () float64
     grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale and of the bias, if they are learned
     grad_own: Sequence[Tensor | None]  # [N, D] each: of this rank's rows as anchors
     grad_all: Sequence[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
+    is_clamped: Tensor | None = None  # () bool: the scale is above its limit, and its gradient may only lower it
 
 
 class SumOfBlocks(NamedTuple):

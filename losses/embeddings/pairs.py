@@ -192,34 +192,39 @@ class PairLoss(ContrastiveLoss):
             learned.append((parameter, sharded[name]))
         (own, further, weight), num_further = agreed.value, (*map(int, numbers),)
         given = [own.keys, cast(Tensor, own.queries), *further[:1]]
-        rows = all_rows = [self._comparable(tensor) for tensor in given]
-        live = own
+        live, gathered = own, list[Tensor | None]()
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
                 live = _Pairs(*gather_after(call, exchange.group, agreed))
                 further = exchange.rows(further, num_further) if further else further
-                gathered = live.keys, live.queries, *further[:1]
-                all_rows = [a if b is None else self._comparable(b) for a, b in zip(rows, gathered)]
-        if weight is None:
-            share = rows[0].new_full((len(rows[0]),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
-        else:
-            most = max(units)
-            share = weight / most / (sum(mass * (unit / most) for mass, unit in zip(masses, units)) or 1.0)
+                gathered = [live.keys, live.queries, *further[:1]]
         first = 0 if exchange is None else sum(agreed.rows[: exchange.rank])
-        scale, is_clamped = rows[0].new_tensor(1.0), None
-        if learned:
-            logit_scale, limit = learned[0][0].detach().reshape(()).to(scale), math.log(self.max_logit_scale)
-            scale, is_clamped = logit_scale.clamp_max(limit).exp(), logit_scale > limit
-        else:
-            scale = scale / self.temperature
-        bias = self._bias(scale, [tensor.detach() for tensor, _ in learned[1:]])
         needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in given]
-        masks = self._masks(own, live, further[1:])
-        local = self._local_loss(rows, all_rows, needs, masks, first, scale, bias, share)
+
+        def compute() -> tuple[LocalLoss, tuple[Tensor, Tensor]]:
+            rows = all_rows = [self._comparable(tensor) for tensor in given]
+            if exchange is not None:
+                all_rows = [a if b is None else self._comparable(b) for a, b in zip(rows, gathered)]
+            if weight is None:
+                share = rows[0].new_full((len(rows[0]),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
+            else:
+                most = max(units)
+                share = weight / most / (sum(mass * (unit / most) for mass, unit in zip(masses, units)) or 1.0)
+            scale, is_clamped = rows[0].new_tensor(1.0), None
+            if learned:
+                logit_scale, limit = learned[0][0].detach().reshape(()).to(scale), math.log(self.max_logit_scale)
+                scale, is_clamped = logit_scale.clamp_max(limit).exp(), logit_scale > limit
+            else:
+                scale = scale / self.temperature
+            bias = self._bias(scale, [tensor.detach() for tensor, _ in learned[1:]])
+            masks = self._masks(own, live, further[1:])
+            local = self._local_loss(rows, all_rows, needs, masks, first, scale, bias, share)
+            return local._replace(is_clamped=is_clamped), (all_rows[0], masks[0].labels)
+
         counts = agreed.rows, agreed.rows, num_further
-        loss = self._sum_over_ranks(local, given, rows, counts, exchange, learned, is_clamped)
+        loss, to_enqueue = self._sum_over_ranks(compute, given, counts, exchange, learned)
         if self._enqueues and has_values(loss):
-            self.queue.enqueue(all_rows[0], masks[0].labels)
+            self.queue.enqueue(*to_enqueue)
         is_hinted = self.validate_args and self.training and has_values(loss)
         if is_hinted and self._hints.count_call() and group is not None:
             self._hints.observe_ranks(agreed.rows, live[:2])
@@ -238,12 +243,12 @@ class PairLoss(ContrastiveLoss):
         group: ProcessGroup | None,
     ) -> tuple[_Pairs, list[Tensor]]:
         """Return the checked rows of this rank, and its negatives with their guides, as far as there are any."""
-        self._checked("queries", queries, group)
+        queries = self._checked("queries", queries, group)
         if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
             fix = "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
             kind = ValueError if keys.is_floating_point() else TypeError
             raise kind(expected("keys", "shape (N, D) of floats, one key for each query", keys, fix))
-        self._checked("keys", keys, group)
+        keys = self._checked("keys", keys, group)
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
@@ -354,7 +359,7 @@ class PairLoss(ContrastiveLoss):
                 begin = end
             total, learned = total + result.total, [*learned, result.grad_learned]
         grad_learned = [sum(gradients[1:], gradients[0]) for gradients in zip(*learned)]
-        return LocalLoss(total, grad_learned, grad_own, grad_all)
+        return LocalLoss(rows, total, grad_learned, grad_own, grad_all)
 
     def _block_loss(
         self, scores: Tensor, place: slice, first: int, weight: Tensor, mask: _Mask

@@ -119,21 +119,25 @@ class SupConLoss(ContrastiveLoss):
         agreed = agree_on(call, group, bring)
         sets, counts = agreed.value, [agreed.rows, (*(int(number) for number, *_ in agreed.totals),)]
         given = [part.rows for part in sets]
-        rows = [self._comparable(part) for part in given]
         live, exchange, first = sets[0], None, 0
-        candidates, names = rows[-1], sets[-1].labels
+        candidates, names = sets[-1][:2]
         if group is not None:
             exchange = Exchange(call, group)
             first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
                 live = _Rows(*gather_after(call, group, agreed))
                 candidates, names = live[:2] if len(sets) == 1 else exchange.rows(sets[1][:2], counts[1])
-                candidates = self._comparable(candidates)
         needs = [torch.is_grad_enabled() and part.requires_grad for part in given]
-        local, has_pair = self._local_loss(rows, candidates, names, live.labels, live.weight, first, needs)
-        loss = self._sum_over_ranks(local, given, rows, counts, exchange)
+
+        def compute() -> tuple[LocalLoss, tuple[Tensor, Tensor]]:
+            rows = [self._comparable(part) for part in given]
+            compared = rows[-1] if exchange is None else self._comparable(candidates)
+            local, has_pair = self._local_loss(rows, compared, names, live.labels, live.weight, first, needs)
+            return local, (compared, has_pair)
+
+        loss, (compared, has_pair) = self._sum_over_ranks(compute, given, counts, exchange)
         if self._enqueues:
-            self.queue.enqueue(candidates, names)
+            self.queue.enqueue(compared, names)
         if self.validate_args and self.training and self._hints.count_call():
             self._hints.observe_valid(has_pair, NO_PAIR)
             if group is not None and len(sets) == 1:
@@ -208,7 +212,7 @@ class SupConLoss(ContrastiveLoss):
         # A NaN reaches the loss even if no row counts.
         total = sums.total + sum(0.0 * part.sum(dtype=torch.float64) for part in own)
         nothing = [None] * has_reference
-        return LocalLoss(total, [], [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
+        return LocalLoss(own, total, [], [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
 
 
 class _Rows(NamedTuple):

@@ -29,6 +29,7 @@ from ..rows import (
     checked_indexes,
     compute_dtype,
     has_values,
+    in_memory,
     may_hold,
     query_weight,
     weight_of_rows,
@@ -179,8 +180,8 @@ class NDCGLoss(CurrentTemperature):
         check_device("relevance", relevance, logits)
         indexes = None if indexes is None else checked_indexes(indexes, logits)
         check_values("logits", logits)
-        grades = relevance.detach().reshape(-1).to(compute_dtype(logits.dtype))
-        return logits.reshape(-1), grades, indexes
+        grades = in_memory(relevance).detach().reshape(-1).to(compute_dtype(logits.dtype))
+        return in_memory(logits).reshape(-1), grades, indexes
 
     def _relevance_check(self, grades: Tensor) -> DeviceCheck | None:
         """Return the check that every relevance is in range; None if that is known already, or not to be checked."""

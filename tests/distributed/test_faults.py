@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -11,9 +12,11 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ from fault_calls import BAD, CALLS, DIFFERENT, Call
 from faults import Arguments, Fault
 from loss_cases import LOSSES
 from on_ranks import common_error, on_ranks, same
+from subjects import LIMITS
+from subjects import error as error_to
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from workers import class_of, process_context
@@ -100,6 +105,61 @@ def _state(subject: Any) -> list[bytes]:
     """Return the bits of everything in the state of a module."""
     leaves = tree_leaves(subject.state_dict()) if isinstance(subject, torch.nn.Module) else []
     return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
+
+
+def _pairs(x: Tensor, y: Tensor) -> Arguments:
+    return {"queries": x, "keys": x.roll(1, 1)}
+
+
+# Losses that make a collective after each rank has computed its part, and their arguments for rows and labels.
+BY_PARTS: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Arguments]]] = {
+    "InfoNCE": (partial(fullrank.InfoNCELoss, queue_size=16), _pairs),
+    "CLIP": (
+        partial(fullrank.InfoNCELoss, symmetric=True, learn_temperature=True),
+        lambda x, y: {**_pairs(x, y), "negatives": 2 * x[:2]},
+    ),
+    "SigLIP": (fullrank.SigLIPLoss, lambda x, y: {**_pairs(x, y), "sample_weight": y + 1}),
+    "SupCon": (partial(fullrank.SupConLoss, queue_size=16), lambda x, y: {"embeddings": x, "labels": y}),
+    "SupCon, reference": (
+        fullrank.SupConLoss,
+        lambda x, y: {"embeddings": x, "labels": y, "reference": x.roll(1, 1)[1:], "reference_labels": y[1:]},
+    ),
+}
+
+
+def _lacks_memory(*args: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("name", BY_PARTS)
+@on_ranks()
+def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> None:
+    """In the first and in the second step, with rows or without on that rank. The other steps are as in one process."""
+    (make, arguments), size = BY_PARTS[name], dist.get_world_size()
+    kernels = importlib.import_module(f"fullrank.losses.embeddings.{'sup_con' if 'Sup' in name else 'pairs'}")
+    for odd_rank, empty, failing in itertools.product(range(size), range(size), range(2)):
+        group = dist.new_group()
+        loss, alone = make(group=group).double(), make(gather_distributed=False).double()
+        counts = [0 if other == empty else 4 + other for other in range(size)]
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            parts = torch.randn(sum(counts), 3, dtype=torch.float64, generator=generator).split(counts)
+            of_ranks = [(part.requires_grad_(), torch.arange(len(part)) % 2) for part in map(Tensor.clone, parts)]
+            call = partial(loss, **arguments(*of_ranks[rank]))
+            if step == failing:
+                with mock.patch.object(kernels, "sum_of_blocks", _lacks_memory) if rank == odd_rank else nullcontext():
+                    before, (error, text) = _state(loss), common_error(call)
+                assert error == "RuntimeError"
+                assert text == f"{type(loss).__name__} failed on rank {odd_rank}: OutOfMemoryError: no memory"
+                assert _state(loss) == before
+                continue
+            pieces = [arguments(*rows) for rows in of_ranks]
+            value, expected = call(), alone(**{key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]})
+            own = of_ranks[rank][0]
+            (found,), (right,) = torch.autograd.grad(value, own), torch.autograd.grad(expected, own)
+            assert error_to(value.detach(), expected.detach()) <= LIMITS["float64"]
+            assert error_to(found, size * right) <= LIMITS["float64"]
+        dist.destroy_process_group(group)
 
 
 LIMIT_S = 60  # no process may live longer; the timeouts of the groups are a fraction of it
