@@ -107,6 +107,91 @@ def _state(subject: Any) -> list[bytes]:
     return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
 
 
+def is_first(call: Call) -> bool:
+    """Return whether a call is no further form of a loss."""
+    return call.form is None or call.form.is_first
+
+
+class Subclass(Tensor):
+    pass
+
+
+@torch.inference_mode()
+def _of_inference(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _unaligned(x: Tensor) -> Tensor:
+    memory = bytearray(x.numel() * x.element_size() + 1)
+    return torch.frombuffer(memory, dtype=x.dtype, offset=1, count=x.numel()).view(x.shape).copy_(x)
+
+
+def _read_only(x: Tensor) -> Tensor:
+    array = x.numpy().copy()
+    array.setflags(write=False)
+    return torch.from_numpy(array)
+
+
+# How the memory of the numbers of a rank may be, and what it holds.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda x: torch._neg_view(-x),
+    "imaginary part of a conjugate": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "expanded": lambda x: x[:1].expand(x.shape) if x.ndim else x,
+    "unaligned": _unaligned,
+    "read-only": _read_only,
+    "of inference": _of_inference,
+    "a subclass": lambda x: x.as_subclass(Subclass),
+    "complex": lambda x: x.to(torch.complex128),
+}
+
+
+def _of_layout(
+    call: Call, rank: int, change: Callable[[Tensor], Tensor], settings: Arguments, has_grad: bool
+) -> list[Any]:
+    """Return the bits of two steps, after the rows of the last rank are changed, or the class and text of an error."""
+    subject, found = call.make(), list[Any]()
+    vars(subject).update(settings)
+    for index in range(2):
+        arguments = _arguments(call, rank, index)
+        numbers = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point()]
+        for name in numbers:
+            own = arguments[name].detach()
+            changed = change(own) if rank == dist.get_world_size() - 1 else own
+            arguments[name] = changed.requires_grad_() if has_grad else changed
+        try:
+            value = call.objective(subject(**arguments))
+        except (ValueError, TypeError, RuntimeError) as raised:
+            return [class_of(raised), str(raised)]
+        found.append(value.detach().numpy().tobytes())
+        if has_grad and value.requires_grad:
+            leaves = [arguments[name] for name in numbers]
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+            found += [None if gradient is None else gradient.numpy().tobytes() for gradient in gradients]
+        found += _state(subject)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if is_first(call) else pytest.mark.slow) for name, call in CALLS.items()]
+)
+@on_ranks()
+def test_any_layout_of_the_rows_of_one_rank(rank: int, name: str) -> None:
+    """In both steps the bits are those of a plain copy, or all ranks raise the same."""
+    call = CALLS[name]
+    subject = call.make()
+    all_settings = [{}, {"normalize": False}, {"_gather_distributed": False}]  # the last is of one process
+    for (layout, change), settings in itertools.product(LAYOUTS.items(), all_settings):
+        if all(hasattr(subject, key) for key in settings):
+            plain = lambda x, change=change: torch.empty(x.shape, dtype=change(x).dtype).copy_(change(x))  # noqa: E731
+            has_grad = layout not in ("of inference", "complex")
+            found, right = (_of_layout(call, rank, way, settings, has_grad) for way in (change, plain))
+            assert found == right, (layout, settings)
+            if layout == "complex" and (not settings or rank == dist.get_world_size() - 1):
+                assert found[0] in ("ValueError", "TypeError")
+                assert settings or same(found)
+
+
 def _pairs(x: Tensor, y: Tensor) -> Arguments:
     return {"queries": x, "keys": x.roll(1, 1)}
 
@@ -296,11 +381,6 @@ def validates_alone(rank: int) -> None:
 
 
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
-
-
-def is_first(call: Call) -> bool:
-    """Return whether a call is no further form of a loss."""
-    return call.form is None or call.form.is_first
 
 
 ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
