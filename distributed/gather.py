@@ -20,15 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
-from .group import (
-    SAME_REDUCTION,
-    Group,
-    check_gradient_reduction,
-    gradient_scale,
-    group_ranks,
-    is_local,
-    resolve_group,
-)
+from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, is_local, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
 

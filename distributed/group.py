@@ -160,10 +160,9 @@ def is_local(group: ProcessGroup, gradient_reduction: str | int) -> bool:
 
     In a job of several ranks the wrapper may average the gradients of a group of one over others: then k counts.
     """
-    if group.size() > 1:
-        return False
-    needs_grad = torch.is_grad_enabled()
-    return dist.get_world_size() == 1 or gradient_scale(gradient_reduction, group, needs_grad=needs_grad) == 1
+    if group.size() > 1 or dist.get_world_size() == 1:
+        return group.size() == 1
+    return gradient_scale(gradient_reduction, group, needs_grad=torch.is_grad_enabled()) == 1
 
 
 SAME_REDUCTION = "Set the same gradient_reduction on every rank."

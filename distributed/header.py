@@ -31,7 +31,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -253,19 +253,12 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 def each_or_raise(
     exchange: Exchange, compute: Callable[[], tuple[T, Tensor]], size: int, device: torch.device, what: str
 ) -> tuple[T, Tensor]:
-    """Return the value of ``compute`` on this rank, and its block (n,) of every rank, stacked; or raise on all ranks.
+    """Return the value of ``compute`` on this rank, and its block of every rank, stacked; or raise on all ranks.
 
-    An exception in ``compute``, such as out of memory, does not leave the other ranks waiting: this rank sends -inf in
-    place of its block, and then all agree on the error. No block that is computed begins with -inf.
-
-    Args:
-        exchange: the group, and the name of the call.
-        compute: returns the value and the block, float64 on ``device``. It makes no collective.
-        size: n, the same on every rank.
-        device: where the blocks travel. The host waits for an accelerator here.
-        what: names the blocks, in the plural.
+    A block is (size,), float64 on ``device``, which the host waits for, and does not begin with -inf. An exception in
+    ``compute``, such as out of memory, leaves no rank waiting: -inf travels instead, and then all agree on the error.
     """
-    value, own_error = None, None
+    own_error = None
     try:
         value, block = compute()
     except Exception as error:
@@ -279,7 +272,7 @@ def each_or_raise(
 
     if -math.inf in blocks[:, 0].tolist():
         agree_on(exchange.call, exchange.group, bring)
-    return cast(T, value), blocks
+    return value, blocks
 
 
 def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:

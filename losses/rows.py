@@ -349,7 +349,7 @@ def checked_indexes(indexes: Tensor, logits: Tensor) -> Tensor:
     _check_row_tensor("indexes", indexes, logits)
     if not is_integer(indexes):
         raise TypeError(expected("indexes", "a tensor of integers", indexes, "Use indexes.long()."))
-    return in_memory(indexes.to(torch.int64))  # the ranks must send the same dtype
+    return indexes.to(torch.int64)  # the ranks must send the same dtype
 
 
 def weight_of_rows(

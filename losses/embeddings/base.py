@@ -28,7 +28,6 @@ from ..pooled.hints import Hints
 from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
 
 T = TypeVar("T")
-
 FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
 
 
@@ -51,10 +50,9 @@ class ContrastiveLoss(HoldsQueue):
         time for M candidates and O(M D) memory.
 
     Distributed:
-        Three collectives forward: the header with the rows of all ranks, the sums of the ranks, one reduce-scatter of
-        gradients if there are any; rows that do not fit behind the header take one more. None backward. Each rank
-        computes the terms of its own rows, and every rank gets the same value. If that fails on one rank, such as for
-        lack of memory, all ranks raise.
+        Three collectives forward: the header with the rows of all ranks, the sums, one reduce-scatter of gradients if
+        there are any; rows that do not fit behind the header take one more. None backward. Each rank computes the terms
+        of its own rows, and all raise if one fails, such as for lack of memory. Every rank gets the same value.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class ContrastiveLoss(HoldsQueue):
         process, whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of
         it. If one is sharded, the rank that has it gets all of it, because nothing sums it.
         """
-        k, share = 1, 1.0
 
         def local_sums() -> tuple[tuple[LocalLoss, T], Tensor]:
             computed = compute()
@@ -129,13 +126,12 @@ class ContrastiveLoss(HoldsQueue):
         if exchange is None:
             (local, others), sums = local_sums()
         else:
-            sizes = 1 + len(learned), rows[0].device
-            (local, others), blocks = each_or_raise(exchange, local_sums, *sizes, "the sums")
-            sums = blocks.sum(dim=0)
-        grad_all = [*local.grad_all]
-        with_grad = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (*rows, *(one for one, _ in learned))
-        )
+            kind = 1 + len(learned), rows[0].device
+            (local, others), sums = each_or_raise(exchange, local_sums, *kind, "the sums")
+            sums = sums.sum(dim=0)
+        grad_all, k, share = [*local.grad_all], 1, 1.0
+        inputs = *rows, *(parameter for parameter, _ in learned)
+        with_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         if exchange is not None:
             places_of: dict[tuple[int, ...], list[int]] = {}  # one reduce-scatter for rows of equal counts
             for place, gradient in enumerate(grad_all):
@@ -160,7 +156,7 @@ class ContrastiveLoss(HoldsQueue):
                 slopes[0] = torch.where(local.is_clamped, slopes[0].clamp_min(0.0), slopes[0])
             for slope, (parameter, is_sharded) in zip(slopes, learned):
                 gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
-            value = with_gradients(type(self).__name__, value, gradients, *rows, *(one for one, _ in learned))
+            value = with_gradients(type(self).__name__, value, gradients, *inputs)
         return note_kind(value, over_ranks=exchange is not None, of_pool=True), others
 
 

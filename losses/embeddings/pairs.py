@@ -192,7 +192,7 @@ class PairLoss(ContrastiveLoss):
             learned.append((parameter, sharded[name]))
         (own, further, weight), num_further = agreed.value, (*map(int, numbers),)
         given = [own.keys, cast(Tensor, own.queries), *further[:1]]
-        live, gathered = own, list[Tensor | None]()
+        live, gathered = own, cast(list[Tensor | None], [None] * len(given))
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
                 live = _Pairs(*gather_after(call, exchange.group, agreed))
@@ -202,9 +202,8 @@ class PairLoss(ContrastiveLoss):
         needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in given]
 
         def compute() -> tuple[LocalLoss, tuple[Tensor, Tensor]]:
-            rows = all_rows = [self._comparable(tensor) for tensor in given]
-            if exchange is not None:
-                all_rows = [a if b is None else self._comparable(b) for a, b in zip(rows, gathered)]
+            rows = [self._comparable(tensor) for tensor in given]
+            all_rows = [a if b is None else self._comparable(b) for a, b in zip(rows, gathered)]
             if weight is None:
                 share = rows[0].new_full((len(rows[0]),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
             else:

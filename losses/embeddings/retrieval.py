@@ -23,16 +23,7 @@ from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.hints import NO_RANKING, Hints
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_values
-from ..rows import (
-    check_device,
-    checked_embeddings,
-    has_values,
-    in_memory,
-    is_integer,
-    query_weight,
-    unit_rows,
-    weight_of_rows,
-)
+from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
 from .retrieval_queries import Split, SplitQueries, queries
 
 TENSORS = "embeddings", "labels", "sample_weight"  # the row-aligned arguments
@@ -206,7 +197,7 @@ def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddi
         fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
         raise ValueError(expected("labels", what, labels, fix))
     check_device("labels", labels, embeddings, rows_name)
-    return in_memory(labels.to(torch.int64))
+    return labels.to(torch.int64)
 
 
 @not_compiled
