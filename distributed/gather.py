@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
-from .group import SAME_REDUCTION, Group, check_gradient_reduction, gradient_scale, group_ranks, is_local, resolve_group
+from .group import SAME_REDUCTION, Group, alone, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled
 
@@ -229,7 +229,7 @@ def _gather_tensors(
         return Offer(None, _facts_of(gradient_reduction, backward), tensors=tensors)
 
     resolved = resolve_group(group)
-    if is_local(resolved, gradient_reduction):
+    if alone(resolved, gradient_reduction):
         check_rows(tensors)
         bring()
         return tensors

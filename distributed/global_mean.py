@@ -10,15 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import expected, first_order_only
-from .group import (
-    SAME_REDUCTION,
-    Group,
-    check_gradient_reduction,
-    gradient_scale,
-    is_initialized,
-    is_local,
-    resolve_group,
-)
+from .group import SAME_REDUCTION, Group, alone, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled, note_kind
 
@@ -133,6 +125,6 @@ def global_mean(
         return part_of_mean(total, number, {"gradient_reduction": reduction, "dtype": total.dtype})
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
-    if resolved is None or is_local(resolved, gradient_reduction):
+    if resolved is None or alone(resolved, gradient_reduction):
         return note_kind(local_mean(total, bring().totals[1]))
     return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction))

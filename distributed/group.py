@@ -155,7 +155,7 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_
     return scale
 
 
-def is_local(group: ProcessGroup, gradient_reduction: str | int) -> bool:
+def alone(group: ProcessGroup, gradient_reduction: str | int) -> bool:
     """Return True if a call over ``group`` is the same as without one: it has one rank, and the gradient no factor.
 
     In a job of several ranks the wrapper may average the gradients of a group of one over others: then k counts.
@@ -196,7 +196,7 @@ class DataGroup:
         self._dropped = False
 
     def resolve(self, gather_distributed: bool | None, gradient_reduction: str | int) -> ProcessGroup | None:
-        """Return the group to communicate over, or None when the call :func:`is_local`."""
+        """Return the group to communicate over, or None for a call made :func:`alone`."""
         if gather_distributed is False:
             return None
         world = dist.group.WORLD if dist.is_available() else None
@@ -216,7 +216,7 @@ class DataGroup:
         assert self._resolved is not None
         if self._resolved is not world:  # the default group exists
             _check_exists(self._resolved, "group")
-        return None if is_local(self._resolved, gradient_reduction) else self._resolved
+        return None if alone(self._resolved, gradient_reduction) else self._resolved
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
         return copy.copy(self)

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, errors_naming, gather_flat
+from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, errors_naming, gather_flat, is_staged
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
@@ -263,7 +263,8 @@ def each_or_raise(
         value, block = compute()
     except Exception as error:
         own_error, block = error, torch.full((size,), -math.inf, dtype=torch.float64, device=device)
-    blocks = exchange.each(block, what)
+    # From the host if they travel there in any case: then no device has to be waited for.
+    blocks = exchange.each(block.cpu() if is_staged(block, exchange.group) else block, what)
 
     def bring() -> Offer[None]:
         if own_error is not None:
@@ -272,7 +273,7 @@ def each_or_raise(
 
     if -math.inf in blocks[:, 0].tolist():
         agree_on(exchange.call, exchange.group, bring)
-    return value, blocks
+    return value, blocks.to(device)
 
 
 def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:

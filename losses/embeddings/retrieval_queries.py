@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.exchange import Exchange
+from ...distributed.header import each_or_raise
 from ...errors import first_order_only
 from ...kernels.registration import exact, register
 from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
@@ -153,9 +154,20 @@ class SplitQueries(torch.autograd.Function):
         exchange, rows = split
         first = sum(rows[: exchange.rank])
         own_rows = slice(first, first + rows[exchange.rank])
-        results = exact(_sums_of_queries)(unit, labels, temperature, weight, None, with_grad, own_rows)
-        values, valid, gradient = results
-        values, valid = exchange.rows([values[own_rows], valid[own_rows]], rows)
+        width = 1 + max(rows)
+
+        def compute() -> tuple[Tensor | None, Tensor]:
+            arguments = unit, labels, temperature, weight, None, with_grad, own_rows
+            values, valid, gradient = exact(_sums_of_queries)(*arguments)
+            block = values.new_zeros(2, width)  # begins with a 0
+            block[0, 1 : 1 + rows[exchange.rank]] = values[own_rows]
+            block[1, 1 : 1 + rows[exchange.rank]] = valid[own_rows]
+            return gradient, block.view(-1)
+
+        gradient, blocks = each_or_raise(exchange, compute, 2 * width, unit.device, "the losses of the queries")
+        of_ranks = zip(blocks.view(-1, 2, width).unbind(), rows)
+        values, valid = torch.cat([block[:, 1 : 1 + count] for block, count in of_ranks], dim=1).unbind()
+        valid = valid != 0
         if gradient is not None:
             gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 import os
@@ -33,6 +32,7 @@ from workers import class_of, process_context
 
 import fullrank
 from fullrank.distributed import exchange
+from fullrank.losses.embeddings import pairs, retrieval, retrieval_queries, sup_con
 from fullrank.metrics import RecallAtQuantile
 
 
@@ -209,6 +209,16 @@ BY_PARTS: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Tensor], Argumen
         fullrank.SupConLoss,
         lambda x, y: {"embeddings": x, "labels": y, "reference": x.roll(1, 1)[1:], "reference_labels": y[1:]},
     ),
+    "retrieval": (
+        partial(fullrank.RetrievalSmoothAPLoss, temperature=0.1, queue_size=16),
+        lambda x, y: {"embeddings": x, "labels": y, "sample_weight": y + 1},
+    ),
+}
+# What computes the part of a rank: its module, and its name there.
+KERNELS = {
+    **dict.fromkeys(("InfoNCE", "CLIP", "SigLIP"), (pairs, "sum_of_blocks")),
+    "SupCon": (sup_con, "sum_of_blocks"),
+    "retrieval": (retrieval_queries, "_sums_of_queries"),
 }
 
 
@@ -218,10 +228,11 @@ def _lacks_memory(*args: Any) -> Any:
 
 @pytest.mark.parametrize("name", BY_PARTS)
 @on_ranks()
+@mock.patch.object(retrieval, "FEWEST_SPLIT", 0)
 def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> None:
     """In the first and in the second step, with rows or without on that rank. The other steps are as in one process."""
     (make, arguments), size = BY_PARTS[name], dist.get_world_size()
-    kernels = importlib.import_module(f"fullrank.losses.embeddings.{'sup_con' if 'Sup' in name else 'pairs'}")
+    module, kernel = KERNELS[name.partition(",")[0]]
     for odd_rank, empty, failing in itertools.product(range(size), range(size), range(2)):
         group = dist.new_group()
         loss, alone = make(group=group).double(), make(gather_distributed=False).double()
@@ -232,7 +243,7 @@ def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> 
             of_ranks = [(part.requires_grad_(), torch.arange(len(part)) % 2) for part in map(Tensor.clone, parts)]
             call = partial(loss, **arguments(*of_ranks[rank]))
             if step == failing:
-                with mock.patch.object(kernels, "sum_of_blocks", _lacks_memory) if rank == odd_rank else nullcontext():
+                with mock.patch.object(module, kernel, _lacks_memory) if rank == odd_rank else nullcontext():
                     before, (error, text) = _state(loss), common_error(call)
                 assert error == "RuntimeError"
                 assert text == f"{type(loss).__name__} failed on rank {odd_rank}: OutOfMemoryError: no memory"
