@@ -205,8 +205,8 @@ def test_a_reference_is_the_other_set(rank: int, queue_size: int) -> None:
         numbers = [0 if step == 3 or (step == 2 and r == 1) else 3 + r for r in range(world_size)]
         rows = [normal(count, 4, seed=10 * step + r) for r, count in enumerate(counts)]
         views = [normal(number, 2, 4, seed=99 + 10 * step + r) for r, number in enumerate(numbers)]
-        labels = [LABELS[r + step :][:count] for r, count in enumerate(counts)]
-        names = [LABELS[r + step + 1 :][:number] for r, number in enumerate(numbers)]
+        labels = [LABELS.roll(-r - step)[:count] for r, count in enumerate(counts)]
+        names = [LABELS.roll(-r - step - 1)[:number] for r, number in enumerate(numbers)]
         all_rows, of_rows = unit(torch.cat(rows)), torch.cat(labels)
         others, of_others = unit(torch.cat(views).flatten(0, 1)), torch.cat(names).repeat_interleave(2)
         candidates = torch.cat([others[of_others != -100], queued])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from bounds import assert_as_exact
 from loss_cases import FORMS, normal
 from on_ranks import on_ranks
 from subjects import error
@@ -227,18 +228,16 @@ WEIGHTED = [name for name, form in FORMS.items() if form.loss.takes("sample_weig
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_count_by_their_ratios(name: str, weight: tuple[torch.dtype, float], dtype: torch.dtype) -> None:
-    """However large or small all of them are. The control: no weights."""
-    ramp = torch.linspace(0.01, 1, 64, dtype=torch.float64)
-    outcomes = []
-    for given in ((weight[1] * ramp).to(weight[0]), ramp, None):
-        leaf, form = normal(64, 3).to(dtype).requires_grad_(), FORMS[name]
-        loss = form.call(num_classes=3)(**form.arguments(leaf, torch.arange(64) % 3), sample_weight=given)
+    """However large or small all of them are: as exact as with weights of order one. The control: no weights."""
+    given = (weight[1] * torch.linspace(0.01, 1, 64, dtype=torch.float64)).to(weight[0])
+    ratios, outcomes, form = given.double() / weight[1], [], FORMS[name]
+    for sample_weight, kind in ((given, dtype), (ratios, dtype), (ratios, torch.float64), (None, torch.float64)):
+        leaf = normal(64, 3).to(kind).requires_grad_()
+        loss = form.call(num_classes=3)(**form.arguments(leaf, torch.arange(64) % 3), sample_weight=sample_weight)
         outcomes.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-    assert outcomes[1][0] > 0
-    # The terms of these two cancel: of 150 seeds SupCon is beyond 1e-8 in a third, by the rounding of the weights.
-    atol = 1e-7 if name.startswith(("siglip", "sup_con")) else 1e-8
-    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=5e-6, atol=atol)
-    assert not torch.allclose(outcomes[2][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
+    assert outcomes[2][0] > 0
+    assert_as_exact(*outcomes[:3])
+    assert error(outcomes[3][1], outcomes[2][1]) > 1e-3
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
