@@ -184,7 +184,8 @@ def _weighted_levels_of(
 
     ``total`` (C, 1) is the mass of all rows, and ``above`` (C, 1) that of the rows above these.
     """
-    lightest_first = mass.argsort(dim=1, stable=True)
+    # Rows without mass come last among equal scores too, which may be -inf as theirs are.
+    lightest_first = torch.where(mass > 0, mass, math.inf).argsort(dim=1, stable=True)
     scores, mass = scores.gather(1, lightest_first), mass.gather(1, lightest_first)
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     mass = mass.gather(1, order)

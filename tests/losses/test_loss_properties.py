@@ -458,6 +458,13 @@ def test_quantiles_equal_those_of_numpy_and_of_the_decimal_fraction(interpolatio
     assert upper_quantiles(eleven, torch.ones_like(eleven, dtype=torch.bool), [0.7], "higher").item() == 3.0
 
 
+def test_a_member_of_minus_infinity_lies_below_all_that_are_none() -> None:
+    """The places of the members from the top are 0, 1/4, 1/2 and 1. The control: the member below them."""
+    scores, weight = torch.tensor([[3.0, 2.0, 1.0, -math.inf, 9.0, 9.0]]), torch.tensor([1.0, 1.0, 1.0, 2.0, 1.0, 1.0])
+    for interpolation, expected in (("higher", 1.0), ("lower", -math.inf)):
+        assert upper_levels(scores, scores < 9, [0.75], interpolation, weight=weight).base.item() == expected
+
+
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("order", ["random", "sorted", "periodic", "ties", "constant", "infinite"])
 def test_quantiles_bracketed_by_a_sample_are_the_same(
