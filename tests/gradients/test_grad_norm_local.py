@@ -56,10 +56,11 @@ def test_same_as_torch(form: str, foreach: bool | None) -> None:
         norm = fullrank.clip_grad_norm_(FORMS[form](ours), *arguments, foreach=foreach)
         listed = theirs[0].weight if form == "tensor" else theirs.parameters()
         expected = torch.nn.utils.clip_grad_norm_(listed, *arguments, foreach=foreach)
-        torch.testing.assert_close(norm, expected, rtol=1e-15, atol=0)
+        # Some thirty squares, added in another order.
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
         for own, other in zip(ours.parameters(), theirs.parameters()):
             if other.grad is not None:
-                torch.testing.assert_close(own.grad, other.grad, rtol=1e-15, atol=0)
+                torch.testing.assert_close(own.grad, other.grad, rtol=1e-14, atol=0)
             assert (own.grad is None) == (other.grad is None)
 
 
@@ -147,12 +148,13 @@ def test_every_dtype_and_size(dtype: str, norm_type: float) -> None:
         expected = torch.linalg.vector_norm(rows, norm_type, dim=1)
     expected = expected[0]
     is_wide = kind in (torch.float64, torch.complex128)
-    # In float32, sums of numbers with few digits are all rounded the same way.
-    limit = 1e-14 if is_wide else 2e-7 if kind in (torch.float32, torch.complex64) else 1e-5
+    # Norms of eight gradients are rounded to float32, whose sums round numbers of few digits all the same way.
+    eps = torch.finfo(torch.float32).eps
+    limit = 1e-14 if is_wide else 8 * eps if kind in (torch.float32, torch.complex64) else 1e-5
     torch.testing.assert_close(norm.double(), expected, rtol=limit, atol=0)
     assert norm.dtype == (torch.float64 if is_wide else torch.float32)
     torch.testing.assert_close(
-        norm_without_reading(grads, norm_type), expected, rtol=1e-14 if is_wide else 2e-7, atol=0
+        norm_without_reading(grads, norm_type), expected, rtol=1e-14 if is_wide else 8 * eps, atol=0
     )
 
 
@@ -190,7 +192,8 @@ def test_no_power_leaves_the_range(dtype: str, magnitude: float, norm_type: floa
     grad = torch.zeros(5000, dtype=getattr(torch, dtype))
     grad[:count] = magnitude
     expected = grad[0].double() * count ** (1 / norm_type)
-    tolerance = {"rtol": 1e-14 if dtype == "float64" else 1e-6, "atol": 0.0}
+    # The p-th root of p roundings of a power, each of which may err by several in float32.
+    tolerance = {"rtol": 1e-14 if dtype == "float64" else 32 * torch.finfo(torch.float32).eps, "atol": 0.0}
     if dtype == "float32" and magnitude < 1e-38:
         tolerance["rtol"] = 1e-4  # a denormal result has few digits
     torch.testing.assert_close(of(grad, norm_type=norm_type).double(), expected, **tolerance)
