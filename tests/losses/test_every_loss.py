@@ -12,7 +12,9 @@ from collections.abc import Callable
 import loss_cases as cases
 import pytest
 import torch
+from bounds import MULTIPLE
 from loss_cases import FORMS, IGNORED, KINDS, Form, holds, normal
+from subjects import error
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -108,9 +110,12 @@ def test_half_precision_is_that_of_float32_rounded_once(name: str, dtype: torch.
         assert torch.equal(values[0], values[1])
         assert gradients[0].dtype == dtype
         assert torch.equal(gradients[0], gradients[1].to(dtype))
-        # And float32 is close to float64: roundings of 6e-8 over temperatures of 0.1.
-        assert_close(values[1].double(), values[2], rtol=5e-6, atol=0)
-        assert (gradients[1].double() - gradients[2]).norm() <= 5e-6 * gradients[2].norm()
+        # And float32 is close to float64: by 40 roundings of differences over a temperature of 0.1. Cosines of rows far
+        # from zero cancel: there by a few times what one rounding of the rows changes.
+        moved = half.double() * (1 + torch.finfo(torch.float32).eps * half.double().sin())
+        changed = outcome(form, moved) if form.loss.kind in ("embeddings", "pairs") else outcomes[2]
+        for one, other, exact in zip(outcomes[1], changed, outcomes[2]):
+            assert error(one, exact) <= max(5e-6, MULTIPLE * error(other, exact)) < 1e-3
 
 
 def outcome(form: Form, x: Tensor) -> tuple[Tensor, Tensor]:
