@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.gather import check_not_gathered
@@ -26,7 +26,8 @@ from ..distributed.header import Checksum, State, States
 from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_temperature, expected
 from ..kernels import native
-from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows, check_saved_queues
+from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows
+from ..queues.saved_state import SavedState, as_saved, from_saved
 from .arguments import completed
 
 # The advice in the error when ranks differ in a fact.
@@ -165,10 +166,17 @@ class DistributedLoss(nn.Module):
         }
 
 
-class CurrentTemperature(DistributedLoss):
-    """Base of the losses with a temperature, which may be automatic. The ranks compare it, and the state has it."""
+class CurrentTemperature(DistributedLoss, SavedState):
+    """Base of the losses with a temperature, which may be automatic. The ranks compare it.
+
+    The state has it if it is not that of the constructor. A state without it restores that of the constructor.
+    """
+
+    _saved_names: ClassVar[tuple[str, ...]] = ("saved_temperature",)
+    _optional_names = _saved_names
 
     temperature: float | None
+    _first_temperature: float | None = None
     has_temperature = True  # False for a loss without a temperature, or whose temperature is a parameter
     _last_temperature: float | None = None
 
@@ -192,17 +200,30 @@ class CurrentTemperature(DistributedLoss):
             facts["temperature"] = State(self.temperature, SAME_TEMPERATURE)
         return facts
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the temperature, which may change during training."""
-        temperature = self.temperature if self.has_temperature else None
-        return {"temperature": -1.0 if temperature is None else float(temperature)}  # only numbers can be saved
+    def _start_temperature(self, temperature: float | None) -> None:
+        """Set the temperature of the constructor, with which the state has none."""
+        self.temperature = self._first_temperature = temperature
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
+    def _known(self) -> tuple[str, ...]:
+        return self._saved_names if self.has_temperature else self._saved_names[1:]
+
+    def _saved(self) -> dict[str, Tensor]:
+        if not self.has_temperature or self.temperature == self._first_temperature:
+            return {}
+        return {"saved_temperature": as_saved(-1.0 if self.temperature is None else float(self.temperature))}
+
+    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        dropped = () if self.has_temperature else ("temperature",)
+        return super()._of_earlier_version({name: value for name, value in state.items() if name not in dropped})
+
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        if "saved_temperature" in state and (saved := from_saved(state, "temperature")) != -1:
+            check_temperature(saved, name="temperature of the saved state")
+
+    def _load_saved(self, state: Mapping[str, Any]) -> None:
         if self.has_temperature:
-            saved = float(state["temperature"])
-            name = "temperature of the saved state"
-            self.temperature = None if saved < 0 else check_temperature(saved, name=name)
+            saved = from_saved(state, "temperature") if "saved_temperature" in state else self._first_temperature
+            self.temperature = None if saved == -1 else saved
 
 
 class _Position(State):
@@ -244,7 +265,6 @@ class HoldsQueue(CurrentTemperature):
         if num_features is not None:
             check_count("num_features", num_features, 1)
         self.queue = MemoryQueue(queue_size, num_features, ignore_index)
-        self.register_load_state_dict_pre_hook(check_saved_queues)
 
     def _queued_rows(self) -> QueueRows | None:
         """Return the queued rows that this call uses, None if it uses none."""

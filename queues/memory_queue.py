@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..distributed.group import Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_choice, check_count, check_int, expected
+from .saved_state import SavedState, as_saved, from_saved
 
 Keep = Literal["all", "negatives"]
 
@@ -23,10 +24,13 @@ SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 
-_ARGUMENTS = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index")
-_NUMBERS = ("num_enqueued", "fill", "pointer")
+# What is saved: the rows, and in one tensor the numbers.
 _ROWS = ("logits", "targets", "iid_mask", "sample_weight")
-_SAVED = (*_ARGUMENTS, *_NUMBERS, *_ROWS, "is_double", "has_weights", "checksum", "contents")
+_ARGUMENTS = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index")
+_POSITION = ("num_enqueued", "fill", "pointer")
+_NUMBERS = (*_ARGUMENTS, *_POSITION, "has_weights", "is_double", "checksum", "contents")
+
+_EMPTY = "To start with an empty queue, remove the keys that contain 'queue.saved_' and load with strict=False."
 
 
 def multi_hot_dtype(ignore_index: int) -> torch.dtype:
@@ -43,13 +47,13 @@ class QueueRows(NamedTuple):
     sample_weight: Tensor | None  # [len]
 
 
-class MemoryQueue(nn.Module):
+class MemoryQueue(SavedState):
     """A ring buffer of rows: logits, targets, iid flags and sample weights.
 
     Every rank enqueues the gathered rows of a step, so every rank holds the same queue. The tensors are not buffers,
     because DDP broadcasts buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape. They
     follow the module's device, but not its dtype, which is float32, or float64 after float64 rows were enqueued.
-    ``state_dict`` contains copies of them.
+    ``state_dict`` contains copies of them; that of a queue of 0 rows is empty.
 
     Args:
         capacity: number of rows >= 0; a queue of 0 stores nothing. A row takes ``4 * num_classes + 13`` bytes.
@@ -72,6 +76,8 @@ class MemoryQueue(nn.Module):
     Reference:
         He et al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020.
     """
+
+    _saved_names = (*(f"saved_{name}" for name in _ROWS), "saved_numbers")
 
     def __init__(
         self,
@@ -321,94 +327,93 @@ class MemoryQueue(nn.Module):
             self._move_to(device)
         return self
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the state as tensors of fixed shape and plain numbers, loadable with ``weights_only=True``."""
+    def _saved(self) -> dict[str, Tensor]:
+        if self.capacity == 0:
+            return {}
+        contents = int(_digest(self.position, self.rows(), self.checksum), 16) - 2**63
+        arguments = self.capacity, self.num_classes or 0, self.keep == "negatives", self.multi_hot, self.ignore_index
+        position = self._num_enqueued, self._fill, self._pointer, self._has_weights
+        numbers = *arguments, *position, self._logits.dtype == torch.float64, int(self.checksum), contents
         return {
-            "capacity": self.capacity,
-            "num_classes": self.num_classes,
-            "keep": self.keep,
-            "multi_hot": self.multi_hot,
-            "ignore_index": self.ignore_index,
             # Always float64, which represents float32 exactly: torch.distributed.checkpoint loads into the dtype of the
             # module's state, and a new queue is float32.
-            "logits": self._logits.to(torch.float64, copy=True),
-            "targets": self._targets.clone(),
-            "iid_mask": self._iid.clone(),
-            "sample_weight": self._weight.to(torch.float64, copy=True),
-            "is_double": self._logits.dtype == torch.float64,
-            "checksum": self._checksum.clone(),
-            "fill": self._fill,
-            "pointer": self._pointer,
-            "num_enqueued": self._num_enqueued,
-            "has_weights": self._has_weights,
-            "contents": _digest(self.position, self.rows(), self.checksum),
+            "saved_logits": self._logits.to(torch.float64, copy=True),
+            "saved_targets": self._targets.clone(),
+            "saved_iid_mask": self._iid.clone(),
+            "saved_sample_weight": self._weight.to(torch.float64, copy=True),
+            "saved_numbers": as_saved([*map(int, numbers)]),
         }
 
-    def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless :meth:`get_extra_state` of a queue with the same arguments returned ``state``."""
-        empty = (
-            "To start with an empty queue, remove the key that ends in 'queue._extra_state' and load with strict=False."
-        )
-        missing = next((name for name in _SAVED if name not in state), None)
+    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        missing = next((name for name in (*_ROWS, *_NUMBERS) if name not in state), None)
         if missing is not None:
-            fix = f"An earlier version saved it, or it is damaged. {empty}"
+            fix = f"An earlier version saved it, or it is damaged. {_EMPTY}"
             raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), fix))
+        coded = {"keep": state["keep"] == "negatives", "contents": int(state["contents"], 16) - 2**63}
+        numbers = [int({**state, **coded}[name] or 0) for name in _NUMBERS]
+        return {**{f"saved_{name}": state[name] for name in _ROWS}, "saved_numbers": as_saved(numbers)}
+
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        missing = next((name for name in self._saved_names if name not in state), None)
+        if missing is not None:
+            raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), _EMPTY))
+        numbers = dict(zip(_NUMBERS, from_saved(state, "numbers", (len(_NUMBERS),))))
+        arguments = {**numbers, "num_classes": numbers["num_classes"] or None, "multi_hot": bool(numbers["multi_hot"])}
+        arguments["keep"] = "negatives" if numbers["keep"] else "all"
         for name in _ARGUMENTS:
-            if state[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
+            saved = arguments[name]
+            if saved != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
-                fix = f"Construct it with {name}={state[name]!r}{of_loss}. {empty}"
-                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), state[name], fix))
+                fix = f"Construct it with {name}={saved!r}{of_loss}. {_EMPTY}"
+                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), saved, fix))
 
         def require(is_right: bool, name: str, what: str, value: object) -> None:
             if not is_right:
-                fix = f"The state is damaged, or was changed: load another. {empty}"
+                fix = f"The state is damaged, or was changed: load another. {_EMPTY}"
                 raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
 
-        capacity, columns = self.capacity, state["num_classes"] or 0
-        enqueued, fill, pointer = (state[name] for name in _NUMBERS)
+        capacity, columns = self.capacity, numbers["num_classes"]
+        enqueued, fill, pointer = (numbers[name] for name in _POSITION)
         least, most = 0, 2**63 - 1
-        for name in _NUMBERS:
-            is_right = isinstance(state[name], int) and least <= state[name] <= most
-            require(is_right, name, str(least) if least == most else f"an int in [{least}, {most}]", state[name])
+        for name in _POSITION:
+            is_right = least <= numbers[name] <= most
+            require(is_right, name, str(least) if least == most else f"an int in [{least}, {most}]", numbers[name])
             if name == "num_enqueued":
                 most = min(capacity, enqueued)
             elif name == "fill":  # the next row goes to the end until the ring is full
                 least, most = (0, max(0, capacity - 1)) if fill == capacity else (fill, fill)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_ROWS, (capacity,)) | {"checksum": ()}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_ROWS, (capacity,))
         shapes |= {"logits": (capacity, columns)} | ({"targets": (capacity, columns)} if self.multi_hot else {})
+        rows = {name: state[f"saved_{name}"] for name in _ROWS}
         for name, shape in shapes.items():
-            is_right = isinstance(state[name], Tensor) and state[name].shape == shape
-            require(is_right, name, f"a tensor of shape {shape}", state[name])
-        if state["logits"].is_meta:
+            is_right = isinstance(rows[name], Tensor) and rows[name].shape == shape
+            require(is_right, name, f"a tensor of shape {shape}", rows[name])
+        if rows["logits"].is_meta:
             return
-        logits, targets, iid, weight = (state[name][:fill] for name in _ROWS)
+        logits, targets, iid, weight = (rows[name][:fill] for name in _ROWS)
         require(bool(logits.isfinite().all()), "logits", "finite numbers", Words("others, which never enter a queue"))
-        dtype, has_weights = torch.float64 if state["is_double"] else torch.float32, bool(state["has_weights"])
-        rows = QueueRows(logits.to(dtype), targets.to(self._targets.dtype), iid, weight if has_weights else None)
-        found = _digest((pointer, fill, enqueued, has_weights), rows, state["checksum"])
-        require(found == state["contents"], "hash", repr(state["contents"]), found)
+        dtype, has_weights = torch.float64 if numbers["is_double"] else torch.float32, bool(numbers["has_weights"])
+        held = QueueRows(logits.to(dtype), targets.to(self._targets.dtype), iid, weight if has_weights else None)
+        found = int(_digest((pointer, fill, enqueued, has_weights), held, torch.tensor(numbers["checksum"])), 16)
+        require(found - 2**63 == numbers["contents"], "hash", repr(numbers["contents"]), found - 2**63)
 
     @torch.inference_mode(False)
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned, on this queue's device.
-
-        Raises:
-            ValueError: when the state belongs to a queue with other arguments, or is damaged: a shape, the length, the
-                pointer, a score that is not finite, or rows that are not those that were saved. The queue stays as it
-                is.
-        """
-        self.check_saved(state)
-        self.num_classes = state["num_classes"]
-        device = state["logits"].device if self._logits.is_meta else self._logits.device
-        dtype = torch.float64 if state["is_double"] else torch.float32
-        self._logits = state["logits"].to(device, dtype, copy=True).contiguous()
-        weight_dtype = torch.float64 if state["has_weights"] else dtype
-        self._weight = state["sample_weight"].to(device, weight_dtype, copy=True).contiguous()
-        self._targets = state["targets"].to(device, self._targets.dtype, copy=True).contiguous()
-        self._iid = state["iid_mask"].to(device, copy=True).contiguous()
-        self._checksum, self._written = state["checksum"].to(device, copy=True), {0, 1, 2, 3}
-        self._fill, self._pointer = int(state["fill"]), int(state["pointer"])
-        self._num_enqueued, self._has_weights = int(state["num_enqueued"]), bool(state["has_weights"])
+    def _load_saved(self, state: Mapping[str, Any]) -> None:
+        if not state or not self.capacity:
+            return
+        numbers = dict(zip(_NUMBERS, state["saved_numbers"].tolist()))
+        self.num_classes = numbers["num_classes"] or None
+        device = state["saved_logits"].device if self._logits.is_meta else self._logits.device
+        dtype = torch.float64 if numbers["is_double"] else torch.float32
+        weight_dtype = torch.float64 if numbers["has_weights"] else dtype
+        dtypes = dtype, self._targets.dtype, torch.bool, weight_dtype
+        for name, place, kind in zip(_ROWS, ("_logits", "_targets", "_iid", "_weight"), dtypes):
+            setattr(self, place, state[f"saved_{name}"].to(device, kind, copy=True).contiguous())
+        self._checksum, self._written = torch.tensor(numbers["checksum"], device=device), {0, 1, 2, 3}
+        self._num_enqueued, self._fill, self._pointer = (numbers[name] for name in _POSITION)
+        self._has_weights = bool(numbers["has_weights"])
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
@@ -465,15 +470,3 @@ def _column_factors_on(*key: Any) -> tuple[Tensor, Tensor]:
     *columns, device = key
     factors, constants = (torch.from_numpy(one)[:, None].to(device) for one in _column_factors(*columns))
     return factors, constants
-
-
-def check_saved_queues(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Raise ValueError if a queue in ``state_dict`` is damaged, or not one of ``module``; a pre-hook of loading.
-
-    ``load_state_dict`` loads outer modules first. If only the queue checked its state, the losses around it would
-    already have the temperature and the schedule of the checkpoint when it raises.
-    """
-    for name, queue in module.named_modules():
-        key = f"{prefix}{name}._extra_state"
-        if isinstance(queue, MemoryQueue) and key in state_dict:
-            queue.check_saved(state_dict[key])

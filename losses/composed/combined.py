@@ -15,7 +15,7 @@ from ...distributed.group import check_gather_distributed
 from ...distributed.header import Offer, State, agree_on, agree_once
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import Words, check_amount, expected
-from ...queues.memory_queue import check_saved_queues
+from ...queues.saved_state import SavedState, as_saved, from_saved
 from ..base import DistributedLoss
 from ..pooled.base import RankingLoss
 from ..rows import check_exact, class_range_check, has_values
@@ -25,12 +25,8 @@ _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and th
 _OPTIONAL = ("iid_mask", "sample_weight", "indexes")
 
 
-class LossOfParts(nn.Module):
+class LossOfParts(SavedState):
     """Base of the losses that are made of other losses, their parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(check_saved_queues)
 
     def _members(self) -> Iterable[Any]:
         """Return the losses, the one whose settings are shown first."""
@@ -142,6 +138,7 @@ class CombinedLoss(LossOfParts):
         (['ap', 'ce'], True)
     """
 
+    _saved_names = _optional_names = ("saved_weights",)
     losses: nn.ModuleDict
     parts: dict[str, Tensor]
 
@@ -160,6 +157,7 @@ class CombinedLoss(LossOfParts):
             except (KeyError, TypeError) as error:  # a dot, or a name that modules have
                 raise ValueError(expected("losses", "names of attributes", name, f"{error.args[0]}.")) from None
         self.weights = dict.fromkeys(losses, 1.0) if weights is None else weights
+        self._first_weights = self._weights
         self.parts = {}
         # Parts without a queue come first. If one of them raises, nothing has been enqueued.
         has_queue = {n: any(hasattr(module, "reset_queue") for module in part.modules()) for n, part in losses.items()}
@@ -257,16 +255,27 @@ class CombinedLoss(LossOfParts):
         """Remove all queued rows of the parts that have a queue. With several ranks, call it on every rank."""
         self._call_each("reset_queue")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the weights, which may change in a training."""
-        return {"weights": dict(self._weights)}
+    def _saved(self) -> dict[str, Tensor]:  # the weights, unless they are those of the constructor, by sorted names
+        if self._weights == self._first_weights:
+            return {}
+        return {"saved_weights": as_saved([self._weights[name] for name in sorted(self._weights)])}
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        if "weights" not in state:
-            fix = "Load the state into a loss of the class that saved it."
-            raise ValueError(expected("state", "that of a CombinedLoss, with weights", Words(sorted(state)), fix))
-        self.weights = state["weights"]
+    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        weights = state.get("weights", {})
+        if weights.keys() != self._weights.keys():
+            fix = "Load the state into a loss of the class and the parts that saved it."
+            what = f"that of a CombinedLoss, with weights of {', '.join(map(repr, self._weights))}"
+            raise ValueError(expected("state", what, Words(sorted(weights or state)), fix))
+        return super()._of_earlier_version({"weights": [weights[name] for name in sorted(weights)]})
+
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        if "saved_weights" in state:
+            for name, weight in zip(sorted(self._weights), from_saved(state, "weights", (len(self._weights),))):
+                check_amount(f"weights[{name!r}] of the saved state", weight)
+
+    def _load_saved(self, state: Mapping[str, Any]) -> None:
+        saved = from_saved(state, "weights", (len(self._weights),)) if "saved_weights" in state else None
+        self.weights = dict(zip(sorted(self._weights), saved)) if saved else self._first_weights
 
     def extra_repr(self) -> str:
         """Return the weights for ``repr``."""

@@ -11,8 +11,10 @@ from ...distributed.group import check_gather_distributed
 from ...distributed.header import State
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import check_between, check_count, check_temperature, expected, warn
+from ...queues.saved_state import as_saved, from_saved
 from .combined import LossOfParts, check_module, takes, targets_for
 
+_POSITION = ("_epoch", "_step", "_switch_step")
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
 
 
@@ -81,6 +83,7 @@ class LossWarmupWrapper(LossOfParts):
         0.111
     """
 
+    _saved_names = (*(f"saved{name}" for name in _POSITION), "saved_temperature")
     warmup_loss: Any  # a module; Any because optional attributes besides `forward` are looked up
     main_loss: Any
 
@@ -131,6 +134,8 @@ class LossWarmupWrapper(LossOfParts):
         self._step: int | None = None
         self._switch_step: int | None = None
         self._warned: set[str] = set()
+        self._loaded_temperature: float | None = None  # -1 is automatic
+        self.register_load_state_dict_post_hook(_set_temperature)
         temperatures = temp_start is not None
         self.reset_queue_each_epoch = reset_queue_each_epoch
         if temperatures and not hasattr(main_loss, "temperature"):
@@ -272,19 +277,41 @@ class LossWarmupWrapper(LossOfParts):
         if hasattr(self.main_loss, "reset_queue"):
             self.main_loss.reset_queue()
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the position in the schedule, and the temperature for a ``main_loss`` that does not save its own."""
-        temperature = getattr(self.main_loss, "temperature", None)
-        position = {"epoch": self._epoch, "step": self._step, "switch_step": self._switch_step}
-        state = {name: -1 if number is None else number for name, number in position.items()}  # saves numbers only
-        return {**state, "temperature": -1.0 if temperature is None else float(temperature)}
+    @property
+    def _saves_temperature(self) -> bool:
+        """Whether ``main_loss`` has a temperature that is no parameter."""
+        return hasattr(self.main_loss, "temperature") and getattr(self.main_loss, "has_temperature", True)
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        saved = (int(state[name]) for name in ("epoch", "step", "switch_step"))
-        self._epoch, self._step, self._switch_step = (None if number < 0 else number for number in saved)
-        if float(state["temperature"]) > 0 and hasattr(self.main_loss, "temperature"):
-            self.main_loss.temperature = float(state["temperature"])
+    def _known(self) -> tuple[str, ...]:
+        return self._saved_names if self._saves_temperature else self._saved_names[:-1]
+
+    def _saved(self) -> dict[str, Tensor]:  # always all keys, because the schedule changes all
+        state = {f"saved{name}": as_saved(getattr(self, name)) for name in _POSITION}
+        if self._saves_temperature:
+            temperature = self.main_loss.temperature
+            state["saved_temperature"] = as_saved(-1.0 if temperature is None else float(temperature))
+        return state
+
+    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        temperature = state.get("temperature", -1.0)  # -1 without one, or for an automatic one
+        drops = {"temperature"} if temperature < 0 or not self._saves_temperature else set()
+        return super()._of_earlier_version({name: value for name, value in state.items() if name not in drops})
+
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        for name in state:
+            saved = from_saved(state, name.removeprefix("saved_"))
+            if name != "saved_temperature":
+                check_count(f"{name} of the state", saved, -1)
+            elif saved != -1:
+                check_temperature(saved, name="temperature of the saved state")
+
+    def _load_saved(self, state: Mapping[str, Any]) -> None:
+        for name in _POSITION:
+            if f"saved{name}" in state:
+                saved = from_saved(state, name[1:])
+                setattr(self, name, None if saved == -1 else saved)
+        self._loaded_temperature = from_saved(state, "temperature") if "saved_temperature" in state else None
+        _set_temperature(self)
 
     def extra_repr(self) -> str:
         """Return the schedule for ``repr``."""
@@ -295,3 +322,10 @@ class LossWarmupWrapper(LossOfParts):
             f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
             f"{'temperature of main_loss' if self.temp_start is None else decay}"
         )
+
+
+def _set_temperature(wrapper: LossWarmupWrapper, *_: object) -> None:
+    """Set the loaded temperature, as a hook again after ``main_loss`` has loaded, whose state may have none."""
+    saved = wrapper._loaded_temperature
+    if saved is not None:
+        wrapper.main_loss.temperature = None if saved == -1 else saved

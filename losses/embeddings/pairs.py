@@ -93,7 +93,7 @@ class PairLoss(ContrastiveLoss):
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn else None)
         self.register_parameter("logit_bias", None)
         check_temperature(temperature)
-        self.temperature = temperature
+        self._start_temperature(temperature)
 
     @property
     def has_temperature(self) -> bool:  # type: ignore[override]
@@ -383,10 +383,9 @@ class PairLoss(ContrastiveLoss):
         """
         raise NotImplementedError
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the temperature, unless it is learned here or was where the state was saved."""
-        if float(state["temperature"]) > 0:
-            super().set_extra_state(state)
+    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        # -1 is a temperature that was learned where the state was saved.
+        return {name: value for name, value in super()._of_earlier_version(state).items() if value > 0}
 
 
 def _flattened(rows: Tensor) -> Tensor:

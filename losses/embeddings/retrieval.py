@@ -129,7 +129,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
     ) -> None:
         super().__init__(gather_distributed, **options)
         self._make_embedding_queue(queue_size, num_features, ignore_index)
-        self.temperature = check_temperature(temperature, automatic=True)
+        self._start_temperature(check_temperature(temperature, automatic=True))
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
         self._hints = Hints(type(self).__name__)

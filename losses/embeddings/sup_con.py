@@ -72,7 +72,7 @@ class SupConLoss(ContrastiveLoss):
         super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
         self.ignore_index = ignore_index
         check_temperature(temperature)
-        self.temperature = temperature
+        self._start_temperature(temperature)
 
     @completed(DistributedLoss)
     @not_compiled

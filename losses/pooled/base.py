@@ -23,7 +23,8 @@ from ...distributed.group import header_device
 from ...distributed.header import Offer, State, refuse_in_backward
 from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, expected
-from ...queues.memory_queue import Keep, MemoryQueue, QueueRows, check_saved_queues
+from ...queues.memory_queue import Keep, MemoryQueue, QueueRows
+from ...queues.saved_state import as_saved, from_saved
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
 from ..rows import TENSORS, Batch, TargetRule, check_batch, compute_dtype, has_values
@@ -94,6 +95,7 @@ class RankingLoss(HoldsQueue):
         value and holds the same queue.
     """
 
+    _saved_names = (*HoldsQueue._saved_names, "saved_num_draws")
     own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
@@ -123,7 +125,7 @@ class RankingLoss(HoldsQueue):
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
         if self.has_temperature:
-            self.temperature = check_temperature(temperature, self.spread_multiple is not None)
+            self._start_temperature(check_temperature(temperature, self.spread_multiple is not None))
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
@@ -133,7 +135,6 @@ class RankingLoss(HoldsQueue):
         self._num_draws = 0
         self._hints = Hints(type(self).__name__)
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
-        self.register_load_state_dict_pre_hook(check_saved_queues)
 
     @overload
     def forward(
@@ -331,15 +332,19 @@ class RankingLoss(HoldsQueue):
     def _state(self) -> dict[str, object]:
         return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what changes during training, except the queue: the temperature and the number of draws."""
-        return {"num_draws": self._num_draws, **(super().get_extra_state() if self.has_temperature else {})}
+    def _saved(self) -> dict[str, Tensor]:
+        draws = self._num_draws or self.max_pool_size is not None
+        return {**super()._saved(), **({"saved_num_draws": as_saved(self._num_draws)} if draws else {})}
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        num_draws = check_count("num_draws of the saved state", state["num_draws"], 0)
-        super().set_extra_state(state)
-        self._num_draws = num_draws
+    def _check_saved(self, state: Mapping[str, Any]) -> None:
+        super()._check_saved(state)
+        if "saved_num_draws" in state:
+            check_count("num_draws of the saved state", from_saved(state, "num_draws"), 0)
+
+    def _load_saved(self, state: Mapping[str, Any]) -> None:
+        super()._load_saved(state)
+        if "saved_num_draws" in state:
+            self._num_draws = from_saved(state, "num_draws")
 
     @property
     def _shown(self) -> tuple[str, ...]:

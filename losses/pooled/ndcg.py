@@ -103,7 +103,7 @@ class NDCGLoss(CurrentTemperature):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        self.temperature = check_temperature(temperature, automatic=True)
+        self._start_temperature(check_temperature(temperature, automatic=True))
         self.gain = check_choice("gain", gain, ("linear", "exponential"))
         self.top = None if top is None else check_count("top", top, 1)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)

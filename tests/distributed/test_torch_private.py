@@ -209,19 +209,33 @@ TENSORS: Table = {
 
 
 class Noting(nn.Module):
-    """Notes what ``_apply`` is given, and has extra state."""
+    """Notes what ``_apply`` is given, and writes and reads a tensor of its own."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Noting:
         self.noted = fn(torch.empty(0)).dtype, recurse
         return super()._apply(fn, recurse)
 
-    def get_extra_state(self) -> int:
-        return 1
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}own"] = torch.ones(1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.loaded = state_dict.pop(f"{prefix}own"), *rest
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def moves() -> bool:
     nn.Sequential(one := Noting()).to(torch.float64)
     return one.noted == (torch.float64, True)
+
+
+def keeps_state() -> bool:
+    """The dict from which a module takes its keys is a copy."""
+    state = (outer := nn.Sequential(Noting())).state_dict()
+    outer.load_state_dict(state)
+    own, _, strict, *lists = outer[0].loaded
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) .* \"0._extra_state\""):  # of an earlier version
+        outer.load_state_dict(state | {"0._extra_state": {}})
+    return [*state] == ["0.own"] and own is state["0.own"] and strict is True and lists == [[], [], []]
 
 
 def buffers() -> bool:
@@ -246,10 +260,7 @@ def breaks_graphs() -> bool:
 MODULES: Table = {
     "nn.Module._buffers": ("restores buffers before a replay", buffers),
     "nn.Module._apply": ("moves queues", moves),
-    "state_dict()._extra_state": (
-        "finds queues",
-        lambda: [*nn.Sequential(Noting()).state_dict()] == ["0._extra_state"],
-    ),
+    "nn.Module._save_to_state_dict _load_from_state_dict _extra_state": ("saves and loads queues", keeps_state),
     "torch._dynamo": ("knows whether the compiler is imported", imports_compiler),
     "function._torchdynamo_disable _torchdynamo_disable_msg": ("breaks graphs and says why", breaks_graphs),
 }

@@ -102,7 +102,7 @@ def resumed(rank: int, definition: str, folder: str, at: int, keeps_loss: bool) 
     through = trained()
     path = Path(folder) / f"step={at}.ckpt"
     saved = torch.load(path, weights_only=True)
-    temperature = saved["state_dict"]["loss_fn._extra_state"]["temperature"]
+    temperature = saved["state_dict"]["loss_fn.saved_temperature"].item()
     if not keeps_loss:
         fresh = run_block(definition, {"encoder": cases.make_encoder()})["warm"].main_loss.state_dict(
             prefix="loss_fn.main_loss."

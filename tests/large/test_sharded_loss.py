@@ -319,8 +319,8 @@ def test_state_copies_and_pickles() -> None:
         assert torch.equal(twin(*draw(40, 3)), sharded(*draw(40, 3)))
         assert repr(twin) == repr(sharded)
     assert repr(sharded).startswith("ShardedLoss(\n  (loss): RecallAtQuantileLoss(\n    num_classes=3, quantile=0.1")
-    with pytest.raises(ValueError, match="num_classes"):
-        ShardedLoss(KINDS["recall"](4)).load_state_dict(sharded.state_dict())
+    resumed.load_state_dict(ShardedLoss(KINDS["recall"](3)).state_dict())  # without a temperature: the constructor's
+    assert resumed.temperature == KINDS["recall"](3).temperature != 0.7
 
 
 @on_ranks(2)

@@ -250,7 +250,9 @@ def test_constant_scores_have_a_gradient() -> None:
 def test_state_holds_the_setting(name: str) -> None:
     for saved, other in ((None, 0.3), (0.3, None)):
         buffer = io.BytesIO()
-        torch.save(FORMS[name].make(temperature=saved).state_dict(), buffer)
+        loss = FORMS[name].make(temperature=other)
+        loss.temperature = saved
+        torch.save(loss.state_dict(), buffer)
         buffer.seek(0)
         loaded = FORMS[name].make(temperature=other)
         loaded.load_state_dict(torch.load(buffer, weights_only=True))

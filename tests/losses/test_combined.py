@@ -120,7 +120,8 @@ def test_losses_of_torch_get_the_targets_they_need() -> None:
 
 def test_state_copies_and_pickles() -> None:
     """A restart continues bit for bit: queues and weights. The file loads with ``weights_only``."""
-    loss = make(weights={"ap": 0.25, "ce": 1.0})
+    loss = make()
+    loss.weights = {"ap": 0.25, "ce": 1.0}
     for step in range(2):
         loss(*draw(ROWS, seed=step))
     file = io.BytesIO()
@@ -139,8 +140,13 @@ def test_state_copies_and_pickles() -> None:
     with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded
         other.load_state_dict(loss.state_dict())
     assert dict(other.weights) == {"ap": 3.0, "ce": 3.0}
-    with pytest.raises(ValueError, match="state: expected that of a CombinedLoss, with weights, got"):
-        other.load_state_dict({**other.state_dict(), "_extra_state": {}})
+    with pytest.raises(ValueError, match="state: expected that of a CombinedLoss, with weights of 'ap', 'ce', got"):
+        other.load_state_dict({**other.state_dict(), "_extra_state": {}})  # of an earlier version
+    with pytest.raises(ValueError, match=r"weights of the saved state: expected a tensor of shape \(2,\), got"):
+        other.load_state_dict({**other.state_dict(), "saved_weights": torch.ones(3)})
+    turned = CombinedLoss({"ce": BCEWithLogitsLoss(), "ap": SmoothAPLoss(1, queue_size=8)})
+    turned.load_state_dict(loss.state_dict())  # the weights have their names in another order of the parts too
+    assert dict(turned.weights) == dict(loss.weights)
     assert "weights={'ap': 0.25, 'ce': 1.0}" in repr(loss)
 
 

@@ -182,7 +182,7 @@ def state_of(module: nn.Module) -> object:
     """Return all that a call of a loss may change."""
     if not isinstance(module, losses.RankingLoss):
         return None
-    return module.queue.position, int(module.queue.checksum), module.get_extra_state()
+    return module.queue.position, int(module.queue.checksum), module._num_draws, getattr(module, "temperature", None)
 
 
 def check_refused(form: Form, refusal: Refusal, is_module: bool) -> None:

@@ -79,8 +79,10 @@ def test_a_temperature_makes_it_the_smooth_recall() -> None:
     rows, smooth = INPUTS["binary"].rows(), RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid")
     expected, other = (loss(rows.logits, rows.targets) for loss in (smooth, RecallAtQuantileLoss(1)))
     loaded, assigned, named = RecallAtQuantileLoss(1), RecallAtQuantileLoss(1), RecallAtQuantileLoss(1, surrogate="dro")
+    changed = RecallAtQuantileLoss(1)
+    changed.temperature = 0.1  # the state has a temperature that is not that of the constructor
     for loss in (loaded, named):
-        loss.load_state_dict(smooth.state_dict())
+        loss.load_state_dict(changed.state_dict())
     assigned.temperature = 0.1
     for loss in (loaded, assigned, RecallAtQuantileLoss(1, temperature=0.1)):
         assert torch.equal(loss(rows.logits, rows.targets), expected)

@@ -308,18 +308,30 @@ def test_rows_that_do_not_fit(logits: Tensor, targets: Tensor, weight: Tensor | 
     queue.assert_synchronized()  # alone there is nothing to compare
 
 
+# The numbers, in the order in which the state has them.
+NUMBERS = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index", "num_enqueued", "fill", "pointer")
+NUMBERS += ("has_weights", "is_double", "checksum", "contents")
 DAMAGED: dict[str, list[Any]] = {
-    "fill": [-1, 17, 10**9, 16, 7, "8", 8.0, None],
+    "fill": [-1, 17, 10**9, 16, 7],
     "pointer": [-5, 16, 10**9, 7],
-    "num_enqueued": [-1, 7, 9, 2**70],
+    "num_enqueued": [-1, 7, 9, 2**62],
     "logits": [torch.zeros(3, 1), torch.zeros(16, 2), torch.zeros(0), "x", torch.zeros(16, 1), -torch.ones(16, 1) / 0],
     "targets": [torch.zeros(3), torch.zeros(16, 2), torch.full((16,), 77)],
     "iid_mask": [torch.zeros(3, dtype=torch.bool), torch.zeros(16, dtype=torch.bool)],
     "sample_weight": [torch.zeros(2)],
-    "has_weights": [True],
-    "checksum": [torch.tensor(5), torch.zeros(1), 5],
-    "contents": ["", None],
+    "has_weights": [1],
+    "checksum": [5],
+    "contents": [0],
 }
+
+
+def damaged(state: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """Return a copy of the state of a loss with another value in its queue."""
+    if field in NUMBERS:
+        numbers = state["queue.saved_numbers"].clone()
+        numbers[NUMBERS.index(field)] = value
+        field, value = "numbers", numbers
+    return {**state, f"queue.saved_{field}": value}
 
 
 def damaged_loss() -> fullrank.SmoothAPLoss:
@@ -332,20 +344,20 @@ def test_a_damaged_state_is_refused_and_nothing_changes(field: str) -> None:
     source = damaged_loss()
     source(*rows(0, 8))
     state = source.state_dict()
-    name = "queue._extra_state"
+    key = f"queue.saved_{'numbers' if field in NUMBERS else field}"
     for value in DAMAGED[field]:
         loss = damaged_loss()
         loss(*rows(20, 5))
         loss.temperature = 0.1
         before = loss.state_dict()
-        changed = {**state, name: {**state[name], field: value}}
+        changed = damaged(state, field, value)
         with pytest.raises(ValueError, match=r"of the saved queue: expected .* damaged, or was changed: load another"):
             loss.load_state_dict(changed)
         with pytest.raises(ValueError, match="of the saved queue: expected"):
-            loss.queue.set_extra_state(changed[name])
-        without = {key: kept for key, kept in state[name].items() if key != field}
-        with pytest.raises(ValueError, match=f"the saved queue: expected '{field}', got a state without it"):
-            loss.load_state_dict({**state, name: without})
+            loss.queue.load_state_dict({name.removeprefix("queue."): kept for name, kept in changed.items()})
+        without = {name: kept for name, kept in state.items() if name != key}
+        with pytest.raises(ValueError, match=r"the saved queue: expected 'saved_.*', got a state without it"):
+            loss.load_state_dict(without, strict=False)
         assert str(loss.state_dict()) == str(before)
         wrapper = fullrank.LossWarmupWrapper(nn.BCEWithLogitsLoss(), loss, warmup_steps=1)
         before = wrapper.state_dict()
@@ -361,8 +373,9 @@ def test_a_damaged_state_is_refused_and_nothing_changes(field: str) -> None:
 def test_damaged_numbers_of_a_loss_are_refused_by_name(field: str, value: float) -> None:
     loss = damaged_loss()
     before = loss.state_dict()
-    with pytest.raises(ValueError, match=f"{field} of the saved state: expected"):
-        loss.load_state_dict({**before, "_extra_state": {**before["_extra_state"], field: value}})
+    for number in (torch.tensor(value), torch.zeros(2), value):
+        with pytest.raises(ValueError, match=f"{field} of the saved state: expected"):
+            loss.load_state_dict({**before, f"saved_{field}": number})
     assert str(loss.state_dict()) == str(before)
 
 
@@ -373,10 +386,10 @@ def test_a_rank_with_a_damaged_state_does_not_continue_in_silence(rank: int) -> 
     source(*rows(3 * rank, 3))
     state = copy.deepcopy(source.state_dict())
     expected = source(*rows(rank, 4))
-    loss, kept = damaged_loss(), state["queue._extra_state"]
-    changed = state | {"queue._extra_state": {**kept, "logits": kept["logits"].flip(0)}}
+    loss, kept = damaged_loss(), int(state["queue.saved_numbers"][NUMBERS.index("fill")])
+    changed = damaged(state, "logits", state["queue.saved_logits"].flip(0))
     error, _ = error_of(lambda: loss.load_state_dict(changed if rank == 1 else state))
-    assert (error, len(loss.queue)) == (("ValueError", 0) if rank == 1 else ("none", kept["fill"]))
+    assert (error, len(loss.queue)) == (("ValueError", 0) if rank == 1 else ("none", kept))
     _, text = common_error(lambda: loss(*rows(rank, 4)))
     assert "queue:" in text
     loss.load_state_dict(state)
@@ -386,8 +399,8 @@ def test_a_rank_with_a_damaged_state_does_not_continue_in_silence(rank: int) -> 
 def test_a_state_in_another_order_of_memory_is_loaded() -> None:
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     queues = [MemoryQueue(8, 3) for _ in range(2)]
-    state = queues[0].get_extra_state()
-    queues[1].set_extra_state(state | {"logits": state["logits"].t().contiguous().t()})
+    state = queues[0].state_dict()
+    queues[1].load_state_dict(state | {"saved_logits": state["saved_logits"].t().contiguous().t()})
     for queue in queues:
         queue.enqueue(rows, torch.zeros(6, dtype=torch.int64))
     assert torch.equal(queues[0].rows().logits, queues[1].rows().logits)

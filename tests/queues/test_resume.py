@@ -26,6 +26,7 @@ from workers import error_of, get_pool
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss, LossWarmupWrapper, SmoothAPLoss
 from fullrank.queues import MemoryQueue
+from fullrank.queues.memory_queue import _NUMBERS as NUMBERS
 
 # capacity of the queue, steps of some 22 rows before the save, dtype of the logits
 FILLS = {
@@ -236,10 +237,10 @@ def test_every_part_of_the_checkpoint_counts(
 ) -> None:
     """The control of the test above: a job that resumes without one part ends elsewhere."""
     checkpoint = torch.load(f"{stopped}/checkpoint.pt", weights_only=True)
-    assert checkpoint["loss"]["main_loss.queue._extra_state"]["fill"] == 256
+    assert checkpoint["loss"]["main_loss.queue.saved_numbers"][NUMBERS.index("fill")] == 256
     if part == "queue":  # drop the queue alone and keep the schedule of the loss
         empty = imported(EXAMPLE).make_loss().state_dict()
-        checkpoint["loss"]["main_loss.queue._extra_state"] = empty["main_loss.queue._extra_state"]
+        checkpoint["loss"] |= {key: value for key, value in empty.items() if key.startswith("main_loss.queue.")}
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     forget = None if part == "queue" else part
     first, second = get_pool(2)(run_example, str(tmp_path), 36, forget)
@@ -333,25 +334,24 @@ def test_the_cases_are_what_they_are_called(saved: tuple[str, list[list[float]]]
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "field", "change"),
+    ("name", "key", "change"),
     [
-        ("pauc", "_extra_state", "temperature", lambda value: 2 * value),
-        ("pauc", "_extra_state", "num_draws", lambda value: value - 1),
-        ("pauc", "queue._extra_state", "logits", lambda value: -value),
-        ("pauc", "queue._extra_state", "targets", lambda value: 1 - value),
-        ("pauc", "queue._extra_state", "iid_mask", lambda value: ~value),
-        ("pauc", "queue._extra_state", "sample_weight", lambda value: value.flip(0)),
-        ("pauc", "queue._extra_state", "pointer", lambda value: (value + 9) % 40),
-        ("pauc", "queue._extra_state", "fill", lambda value: value - 5),
-        ("pauc", "queue._extra_state", "has_weights", lambda value: not value),
-        (BLENDING, "_extra_state", "switch_step", lambda value: value - 1),
+        ("pauc", "saved_temperature", lambda value: 2 * value),
+        ("pauc", "saved_num_draws", lambda value: value - 1),
+        ("pauc", "queue.saved_logits", lambda value: -value),
+        ("pauc", "queue.saved_targets", lambda value: 1 - value),
+        ("pauc", "queue.saved_iid_mask", lambda value: ~value),
+        ("pauc", "queue.saved_sample_weight", lambda value: value.flip(0)),
+        ("pauc", "pointer", lambda value: (value + 9) % 40),
+        ("pauc", "fill", lambda value: value - 5),
+        ("pauc", "has_weights", lambda value: 1 - value),
+        (BLENDING, "saved_switch_step", lambda value: value - 1),
     ],
 )
 def test_every_field_of_the_state_counts(
     saved: tuple[str, list[list[float]]],
     name: str,
     key: str,
-    field: str,
     change: Callable[[Any], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -363,13 +363,15 @@ def test_every_field_of_the_state_counts(
     for changes in (False, True):
         loss = make_loss(name, FILLS[fill][0])
         if changes:
-            state[key][field] = change(state[key][field])
-            if key == "queue._extra_state":
+            number = NUMBERS.index(key) if key in NUMBERS else ...
+            value = state["queue.saved_numbers" if key in NUMBERS else key]
+            value[number] = change(value[number].clone())
+            if key in NUMBERS or key.startswith("queue."):
                 before = loss.state_dict()
                 with pytest.raises(ValueError, match=r"of the saved queue: expected .* damaged, or was changed"):
                     loss.load_state_dict(state)
                 assert same(loss.state_dict(), before)
-                monkeypatch.setattr(MemoryQueue, "check_saved", lambda *_: None)
+                monkeypatch.setattr(MemoryQueue, "_check_saved", lambda *_: None)
         loss.load_state_dict(state)
         losses.append(steps_after(loss, fill))
     assert losses[0] == pytest.approx(expected[CASES.index((name, fill))], rel=1e-12, abs=0)
