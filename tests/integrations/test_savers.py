@@ -458,3 +458,10 @@ def test_a_temperature_that_a_new_loss_has_no_key_for_is_restored() -> None:
     state = learned.state_dict() | {"saved_temperature": torch.tensor(0.1)}
     with pytest.raises(RuntimeError, match="Unexpected key"):
         learned.load_state_dict(state)
+
+
+def test_a_schedule_restores_the_temperature_that_a_new_main_loss_has_no_key_for() -> None:
+    """Before its next step too, from the keys that ``torch.distributed.checkpoint`` reads."""
+    loss, new = trained("warm-up").loss_fn, make_loss("warm-up")
+    new.load_state_dict({key: value for key, value in loss.state_dict().items() if key in new.state_dict()})
+    assert new.main_loss.temperature == loss.main_loss.temperature != make_loss("warm-up").main_loss.temperature
