@@ -80,7 +80,8 @@ class Batch(NamedTuple):
         incomplete, *sums = map(sum, [*zip(*counts)][:3])
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
-        known = incomplete == 0, None if incomplete else positive, stored
+        # Of several classes nobody knows the positives, though ranks without rows add up to 0.
+        known = incomplete == 0, None if incomplete or rule.num_classes > 1 else positive, stored
         return Batch(logits, targets, iid_mask, weight, indexes, *known, True, rule)
 
     def take(self, index: Tensor) -> Batch:
