@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import Group, gradients_divided_by, group_ranks
+from ..distributed.group import Group, gradients_divided_by, group_ranks, undone_on_error
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
@@ -84,7 +84,8 @@ def pooled_backward(
         micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows.
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
-            gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once.
+            gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once,
+            and a window that raises leaves the queues as they were.
             It may use parameters of ``model``, such as a learned temperature: their gradient is computed once, and the
             last backward passes it to the wrapper. It must not depend on any other tensor that requires grad, because
             no wrapper would reduce that gradient.
@@ -148,7 +149,7 @@ def pooled_backward(
 
     refuse_in_backward(CALL)
     window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
-    with window.wrappers.restored(quiet=True):
+    with window.wrappers.restored(quiet=True), undone_on_error():
         try:
             # 1. Score every micro-batch without a graph.
             scored = _score(window, forward, devices)

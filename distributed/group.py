@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
@@ -129,6 +129,22 @@ def gradients_divided_by(divisor: float | None) -> Iterator[None]:
         yield
     finally:
         _DIVISOR.reset(token)
+
+
+# What undoes the changes of state inside `undone_on_error`, of which the last runs first; None outside.
+UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
+
+
+@contextmanager
+def undone_on_error() -> Iterator[None]:
+    """Run the callbacks that :data:`UNDO` has been given inside if an exception leaves the block."""
+    with ExitStack() as undo:
+        token = UNDO.set(undo)
+        try:
+            yield
+            undo.pop_all()
+        finally:
+            UNDO.reset(token)
 
 
 def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..distributed.group import Group, is_initialized, resolve_group
+from ..distributed.group import UNDO, Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_choice, check_count, check_int, expected
@@ -181,6 +181,9 @@ class MemoryQueue(SavedState):
                 raise ValueError(expected(name, f"shape ({count},)", value))
         if self.capacity == 0 or count == 0:
             return
+        undo = UNDO.get()
+        if undo is not None:
+            undo.callback(vars(self).update, dict(vars(self)))
         if self.num_classes is None:
             self.num_classes = logits.shape[1]
             self._allocate(logits.device, self._logits.dtype)
@@ -202,6 +205,9 @@ class MemoryQueue(SavedState):
             self._written.add(place)
             old: Any = stored.numpy() if stored.is_cpu else stored
             parts = [old[start : start + num_kept], old[: max(0, num_kept - head)]]
+            if undo is not None:
+                for part in parts:
+                    undo.callback(part.__setitem__, slice(None), part.clone() if old is stored else part.copy())
             if new is None:
                 for part in parts:
                     (part.fill_ if isinstance(part, Tensor) else part.fill)(1)

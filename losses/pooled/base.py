@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.gather import gather_agreed
-from ...distributed.group import header_device
+from ...distributed.group import UNDO, header_device
 from ...distributed.header import Offer, State, refuse_in_backward
 from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, expected
@@ -295,6 +295,9 @@ class RankingLoss(HoldsQueue):
             else:  # on the meta device any rows have the right shape
                 index = torch.arange(limit, device=rows.logits.device)
             # Only training steps count: after rank 0 has validated alone, it still draws the same rows as the others.
+            undo = UNDO.get()
+            if undo is not None:
+                undo.callback(setattr, self, "_num_draws", self._num_draws)
             self._num_draws += self.training
             rows, is_live = rows.take(index), None if is_live is None else index < is_live
         return Pool(rows, is_live, self.queue_keep, self.weighting)

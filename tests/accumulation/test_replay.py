@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
-from gradient_cases import Case, joined_loss, make_loss, make_step
+from gradient_cases import Case, OfRows, joined_loss, make_loss, make_step, num_outputs
 from on_ranks import on_ranks
 from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
 from torch import Tensor, nn
@@ -520,6 +520,53 @@ def test_random_state_after_an_error_in_the_replay() -> None:
         one_call(model=model, batches=batches, forward=lambda batch: model(batch) * noise.random())
     assert torch.equal(torch.get_rng_state(), state)
     assert not has_gradients(model)
+
+
+QUEUED = {
+    "drawn": Case("smooth_ap", queue_size=50, options={"max_pool_size": 40}),  # which rows, a saved number determines
+    "weighted": Case("smooth_ap", queue_size=50, weighted=True),
+    "sup_con": Case("sup_con", queue_size=50),  # the first rows determine the width of the queue
+    "info_nce": Case("info_nce", queue_size=50),
+    "retrieval": Case("retrieval", queue_size=50),
+}
+
+
+@pytest.mark.parametrize("kind", QUEUED)
+@on_ranks(1, 2)
+def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
+    """The losses, the queue and the gradients are those of a run without the failures, on every rank."""
+    case, size = QUEUED[kind], dist.get_world_size()
+
+    def run(failures: dict[int, str]) -> list[Tensor]:
+        found, loss = [], OfRows(case, make_loss(case, size == 1))
+        model = wrap(Model(case.dtype, num_outputs(case)), "ddp")
+        for index in range(3):
+            step = make_step(case, index)
+            batches, number = cut(part_of(step, split(len(step.features), size, 0), rank), 3, rank), itertools.count()
+
+            def forward(batch: Rows, way: str = failures.get(index, ""), number: Any = number) -> Tensor:
+                is_wrong = next(number) == 5 and rank == size - 1  # in the last one of the second pass
+                if is_wrong and way == "raises":
+                    raise ValueError("a file that cannot be read")
+                return model(batch.features) * (1 + is_wrong * (way == "differs"))
+
+            if index in failures:
+                before = kept(loss.loss)
+                call = functools.partial(pool_window, model, batches, joined_loss(loss), forward=forward)
+                assert error_of(call)[0] in ("ValueError", "RuntimeError")
+                assert all(map(torch.equal, kept(loss.loss), before))
+            value = pool_window(model, batches, joined_loss(loss))
+            found += [value, gradient(model), *kept(loss.loss)]
+            model.zero_grad()
+        return found
+
+    def kept(loss: Any) -> list[Tensor]:
+        rows = [rows.clone() for rows in loss.queue.rows() if rows is not None]
+        return [torch.tensor([*loss.queue.position, loss._num_draws]), loss.queue.checksum.clone(), *rows]
+
+    straight = run({})
+    for failures in ({0: "raises", 1: "differs"}, {1: "raises"}, {0: "differs", 2: "raises"}):
+        assert all(map(torch.equal, run(failures), straight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
