@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.gather import gather_after
-from ..distributed.group import group_ranks, header_device
+from ..distributed.group import header_device
 from ..distributed.header import DeviceCheck, Offer, agree_on, combined, digest
-from ..errors import RankValueError, Words, check_amount, check_number, expected
+from ..errors import Words, check_amount, check_number, expected
 from .summed_loss import as_mean
 from .token_count import as_numbers, check_amounts, check_scalar, sums_of
 from .window import Window
@@ -57,7 +58,8 @@ class WindowSums:
         """Add a sum of micro-batch ``index``, and the weight of its name, which does not change."""
         if weight is not self._weights.get(term, self):
             name = named("weight", term)
-            if not abs(check_number(name, weight)) < math.inf:
+            weight = check_number(name, float(weight) if isinstance(weight, Real) else weight) or 0.0  # -0.0 is 0.0
+            if not abs(weight) < math.inf:
                 raise ValueError(expected(name, "a finite number", weight))
             if self._weights.setdefault(term, weight) != weight:
                 raise ValueError(expected(name, f"{self._weights[term]:g}, as earlier in this window", weight))
@@ -81,6 +83,7 @@ class WindowSums:
         If any rank calls it ``is_early``, before it knows its last loss, all ranks call it again after the backward.
         """
         window, terms = self._window, self._terms
+        weights = {f"weight of {name!r}": self._weights.get(name, 1.0) for name in terms.numbers}
 
         def bring() -> Offer[None]:
             if error is not None:
@@ -100,7 +103,7 @@ class WindowSums:
                 for (index, name, _), value in zip(self._losses, numbers):
                     self._each[index, 0, [*values].index(name)] += value
             # A rank that comes early does not know its weights.
-            state = -1 if is_early else digest(dict(sorted(self._weights.items()))) % 2**52 if terms.are_named else 0
+            state = -1 if is_early else digest(weights) % 2**52 if terms.are_named else 0
             num_items, *sums = sums_of([items, *values.values()], window.ranks)
             rows = self._each
             if rows is not None and window.ranks is not None:
@@ -125,8 +128,7 @@ class WindowSums:
         self._losses.clear()
         self._items.clear()
         if is_final and window.ranks is not None and len(set(states)) > 1:
-            others = [rank for rank, state in zip(group_ranks(window.ranks), states) if state != states[0]]
-            raise RankValueError(expected("weights", "the same on every rank", Words(f"others on ranks {others}")))
+            agree_on(call, window.ranks, lambda: Offer(None, weights))  # raises, and names what differs
         if is_final and self._each is not None and window.ranks is not None:
             (gathered,) = gather_after(call, window.ranks, agreed)
             parts = gathered.cpu().split(agreed.rows)

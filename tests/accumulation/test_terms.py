@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -252,8 +253,26 @@ def test_weights_that_differ_between_ranks_are_refused(rank: int) -> None:
 
     for form in ("late", "early"):
         found, message = common_error(partial(run, form))
-        assert (found, "weights: expected the same on every rank" in message) == ("ValueError", True), message
+        ranks = ", ".join(f"{0.3 + rank} on rank {rank}" for rank in range(dist.get_world_size()))
+        text = f"accumulate (end of the window): expected the same on every rank, got weight of 'mtp': {ranks}."
+        assert (found, text in message) == ("ValueError", True), message
         assert not gradient(model).any()
+
+
+@on_ranks()
+def test_weights_are_compared_as_numbers(rank: int) -> None:
+    """Rank 0 spells them in one way, the others in another; also from one micro-batch to the next."""
+    model, last = TwoHeads(), dist.get_world_size() - 1
+    spellings: list[tuple[Any, ...]] = [(2, 2.0), (0.0, -0.0), (True, 1), (None, 1.0), (0.5, numpy.float64(0.5))]
+    for ways in [*spellings, (0.25, numpy.float32(0.25)), (-3.0, numpy.int64(-3))]:
+        means = []
+        for given in (ways[:1], ways[::-1] if rank == last else ways):
+            window = accumulate(model, make_window("full", rank), COUNTS, group=by_hand(model))
+            for index, (step, batch) in enumerate(window):
+                weight = given[index % len(given)]
+                step.backward(losses_of(model, batch), weights={} if weight is None else {"mtp": weight})
+            means.append(step.mean_loss())
+        assert torch.equal(*means), ways
 
 
 @on_ranks(2)
