@@ -295,6 +295,26 @@ def test_a_loss_of_weight_0_has_no_gradient_to_give(monkeypatch, is_control):
     assert ["live positives had no gradient" in text for text in texts] == [True] * is_control
 
 
+class Cut(torch.autograd.Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("use", [Cut.apply, torch.clone])
+def test_an_undefined_gradient_is_not_counted(use):
+    """The control has a gradient."""
+    loss = AP(temperature=1e-6)
+    texts = texts_of(lambda *rows: use(loss(*rows)), 5)
+    assert ["live positives had no gradient" in text for text in texts] == [True] * (use is torch.clone)
+
+
 def test_nineteen_calls_without_a_positive_do_not_warn():
     loss = AP(queue_size=0)
     # A run without positives is seen from call 1, 2, 4, ..., 64 on.
