@@ -435,7 +435,6 @@ ROWS = (
             "reference": "test_ndcg.py compares it, query by query.",
             "graph": BY_VALUES,
             "meta": READS_VALUES,
-            "transforms": "It reads values, which torch refuses under vmap in words of its own.",
         },
     ),
     Loss(

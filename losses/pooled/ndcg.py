@@ -16,7 +16,7 @@ from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, check_tensor, expected
 from ...kernels import native
 from ...kernels.costs import costs_of
-from ...kernels.registration import with_gradients
+from ...kernels.registration import check_not_batched, with_gradients
 from ...kernels.sigmoid_sums import sigmoid_sums
 from ...kernels.smooth_ap.sums import move_infinities
 from ...kernels.spread import spread_of
@@ -165,6 +165,7 @@ class NDCGLoss(CurrentTemperature):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         check_tensor("logits", logits)
         check_tensor("relevance", relevance)
+        check_not_batched(logits, relevance, indexes)
         check_rows([logits])
         if not logits.is_floating_point():
             raise TypeError(expected("logits", "a floating-point tensor", logits, "Use logits.float()."))

@@ -134,6 +134,22 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
             assert {*outcomes} == {"none"}
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_batch_of_any_argument_is_right_or_refused_in_one_sentence(name: str) -> None:
+    form, x = FORMS[name], normal(12, 8)[:, : max(3, FORMS[name].columns)]
+    given = form.arguments(x, CLASSES[:12])
+    given |= {"sample_weight": normal(12).square()} if form.loss.takes("sample_weight") else {}
+    for argument, value in given.items():
+        for is_module in {form.loss.module is not None, False}:
+            loss = form.call(is_module, num_classes=x.shape[1])
+            batched = torch.vmap(lambda one, loss=loss, argument=argument: loss(**{**given, argument: one}))
+            found: list[Tensor] = []
+            kind, text = error_of(lambda value=value, call=batched, found=found: found.append(call(value[None])))
+            assert kind == "none" or re.search(f"{BATCH}|{NO_TRANSFORM}", text), (argument, text)
+            if kind == "none":
+                torch.testing.assert_close(found[0][0], loss(**given), rtol=1e-12, atol=1e-14, equal_nan=True)
+
+
 # Autocast: what a loss sums over a pool, half precision cannot hold
 
 MODULES_OF_FORMS = [name for name, form in FORMS.items() if form.loss.module is not None]
