@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from scipy.optimize import minimize  # type: ignore[import-untyped]
+from sklearn import __version__ as version  # type: ignore[import-untyped]
 from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
 from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
 from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
@@ -17,10 +18,15 @@ from sklearn.model_selection import StratifiedGroupKFold, train_test_split  # ty
 from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
-from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
-from ..errors import check_choice, check_share, expected
+from ..errors import Words, check_choice, check_share, expected
 from ..losses import SmoothAPLoss
+
+try:
+    from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
+except ImportError as error:
+    got, fix = Words(version), "Run `pip install -U scikit-learn`, or install fullrank with its extra `scikit-learn`."
+    raise ImportError(expected("fullrank.integrations.sklearn", "scikit-learn >= 1.6", got, fix)) from error
 
 CS = tuple(10.0**power for power in range(-4, 5))
 

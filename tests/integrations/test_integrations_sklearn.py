@@ -1,5 +1,6 @@
 """The classifier of scikit-learn: its interface, what it optimises, and that it is one of the candidates it chooses."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_s
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils import validation
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -34,6 +36,13 @@ def rows() -> Rows:
     features[(draws >= 0.02) & (draws < 0.06), 1] += 2
     features[draws > 0.985, 1] += 5
     return features, np.where(draws < 0.06, "yes", "no")
+
+
+def test_an_older_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(validation, "validate_data")
+    monkeypatch.setattr("sklearn.__version__", "1.5.2")
+    with pytest.raises(ImportError, match=r"expected scikit-learn >= 1\.6, got 1\.5\.2\. Run `pip install"):
+        importlib.reload(sklearn)
 
 
 @pytest.mark.slow
