@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,6 +111,16 @@ def test_a_mean_is_refused_and_a_sum_is_not(name: str) -> None:
     model.zero_grad()
     deferred.backward(loss(model(rows)) * 4, 4)
     deferred.finish()
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(("mean", "sum"), repeat=2)], ids="-".join)
+def test_a_blend_of_a_mean_and_a_sum_is_a_mean(kinds: tuple[str, str]) -> None:
+    model, rows = nn.Linear(3, 3), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    parts = fullrank.SoftmaxFocalLoss(reduction=kinds[0]), fullrank.SmoothAPLoss(3, reduction=kinds[1])
+    loss = fullrank.LossWarmupWrapper(*parts, final_main_weight=0.5).eval()
+    for step, batch in accumulate(model, [rows], len):
+        with pytest.raises(ValueError, match=r"got (a|the) mean") if "mean" in kinds else nullcontext():
+            step.backward(loss(model(batch), CLASSES))
 
 
 def test_a_mean_of_one_term_is_a_sum() -> None:

@@ -457,6 +457,15 @@ def test_without_labels_the_error_says_what_is_missing() -> None:
         causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, None)
 
 
+@pytest.mark.parametrize(("columns", "shapes"), [(2, [(5, 7)] * 2), (3, [(5, 7)] * 3), (4, [(5, 7)] * 2 + [(5, 2, 7)])])
+def test_a_loss_is_called_with_the_columns(columns: int, shapes: list[tuple[int, ...]]) -> None:
+    """One negative of each row is a tensor of rows, as the others; several have a dimension of their own."""
+    found: list[Tensor] = []
+    trainer = PooledLossMixin(pooled_loss=lambda *rows: found.extend(rows))
+    trainer._evaluate_loss(torch.nn.Linear(1, 1), torch.arange(5.0 * columns * 7).view(5, columns, 7), [{}])
+    assert [tuple(rows.shape) for rows in found] == shapes
+
+
 class DeepSpeedTrainer(PooledLossMixin):
     """What the mixin reads of a Trainer under DeepSpeed, which is no test dependency."""
 

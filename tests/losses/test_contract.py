@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from loss_cases import IGNORED, INF, LOSSES, NAN, POOLED, Form, Loss
+from loss_cases import FORMS, IGNORED, INF, LOSSES, NAN, POOLED, Form, Loss
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from workers import error_of
@@ -353,9 +353,31 @@ def test_messages_say_what_to_do(text: str) -> None:
         ADVICE[text]()
 
 
-def test_values_are_not_looked_at_without_validation() -> None:
-    assert bool(sigmoid_focal(ONES, -ONES, gamma=0, validate_args=False).isfinite())
-    assert bool(CrossEntropyLoss(validate_args=False)(LOGITS, LOGITS - 1).isfinite())
+# By the kind of a loss, or its name: an argument, and values that only validation refuses. All take weights too.
+UNCHECKED: dict[str, tuple[str, Tensor]] = {
+    "scores": ("targets", ends(TARGETS, 7)),
+    "queries": ("targets", ends(BINARY, 7)),
+    "grades": ("relevance", ends(TARGETS.double(), -0.5)),
+    "elements": ("targets", LOGITS - 1),
+    "cross_entropy": ("targets", LOGITS - 1),  # shares of the classes
+}
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if "validate_args" in form.loss.arguments])
+def test_values_are_not_looked_at_without_validation(name: str) -> None:
+    """In the module and the pure function: a target that is out of range, and a weight."""
+    form = FORMS[name]
+    given = form.arguments(LOGITS, TARGETS, BINARY)
+    row = UNCHECKED.get(form.loss.name) or UNCHECKED.get(form.loss.kind)
+    for argument, bad in [("sample_weight", ends(ONES, -1.0)), *([row] if row else [])]:
+        for is_module in {True, not (form.is_function and "validate_args" in form.loss.of_function)}:
+            trusting, checking = (form.call(is_module, num_classes=3, validate_args=way) for way in (False, True))
+            assert isinstance(trusting(**{**given, argument: bad}), Tensor)
+            with pytest.raises(ValueError, match=f"^(\\w+, )?{argument}: expected "):
+                checking(**{**given, argument: bad})
+
+
+def test_labels_of_a_language_model_are_not_looked_at_without_validation() -> None:
     labels = NEXT.clone()
     labels[:, 0] = 99  # is no target
     causal_lm_loss(TOKENS, labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from workers import error_of
 
-from fullrank import InfoNCELoss, SupConLoss
+from fullrank import InfoNCELoss, SigLIPLoss, SupConLoss
 from fullrank.kernels.costs import TABLE
 from fullrank.losses.embeddings import base as embeddings_base
 
@@ -336,6 +337,26 @@ def test_large_scores_and_rows_without_a_pair_give_a_finite_loss(size: float) ->
     rows, labels = normal(6, 3).detach() * size**0.5, torch.tensor([0, 0, 1, 2, 3, 4])
     loss = SupConLoss(normalize=False)
     assert_close(loss(rows.float(), labels), loss(rows, labels).float(), rtol=1e-5, atol=0)
+
+
+NORMALIZING = [InfoNCELoss(0.1), InfoNCELoss(0.1, symmetric=True), SigLIPLoss(), SupConLoss(0.1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("loss", NORMALIZING, ids=lambda loss: type(loss).__name__)
+def test_the_length_of_a_row_of_zeros_counts_as_1(loss: Any, dtype: torch.dtype) -> None:
+    """As a ReLU may give it: the gradient is that of rows that were divided by their lengths, or by 1, before."""
+    generator, labels = torch.Generator().manual_seed(3), torch.tensor([0, 1, 0, 1, 2, 2])
+    rows, keys = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64).to(dtype).unbind()
+    rows[2], found, plain = 0, [], copy.deepcopy(loss)
+    plain.normalize = False
+    for call in (loss, plain):
+        leaf = rows.clone().requires_grad_()
+        unit = leaf if call is loss else leaf / torch.where(leaf.detach() == 0, 1.0, leaf.norm(dim=1, keepdim=True))
+        found += torch.autograd.grad(call(unit, labels if isinstance(loss, SupConLoss) else F.normalize(keys)), leaf)
+    assert found[0][2].any()
+    # Each entry is a sum of some ten terms of its size, all of them rounded.
+    torch.testing.assert_close(*found, rtol=0, atol=40 * torch.finfo(dtype).eps * float(found[1].abs().max()))
 
 
 def test_the_scale_is_clamped_and_comes_back() -> None:

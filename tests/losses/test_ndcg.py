@@ -136,6 +136,7 @@ def test_what_c_leaves_to_torch() -> None:
         {"indexes": torch.tensor([1, 1, 2, 2, 1, 5])},
         {"gains": gains - 1},
         {"gains": gains.log().log()},
+        {"gains": 3e307 * gains},  # those of a query add up to infinity
         {"scores": 10 * scores},  # the last two of a query are 200 temperatures apart
         {"scores": scores.index_fill(0, torch.tensor([5]), math.nan)},
         {"scores": scores.index_fill(0, torch.tensor([5]), math.inf)},
@@ -147,6 +148,17 @@ def test_what_c_leaves_to_torch() -> None:
         {"weight": scores},
     ):
         assert native.ndcg(**{**columns, **numbers, **changes}) is None, changes
+
+
+@pytest.mark.parametrize("gain", ["linear", "exponential"])
+def test_gains_that_overflow_give_nan(gain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In C as in torch. The control: gains whose sum is finite."""
+    scores, large = torch.tensor([0.1, 0.5, 0.3, 0.9, 0.2], dtype=torch.float64, requires_grad=True), [1.7e308, 1e308]
+    for numbers, is_nan in ((large if gain == "linear" else [1023.9, 1023.5], True), ([9.0, 8.0], False)):
+        relevance = torch.tensor([*numbers, numbers[0], 0.0, 1.0], dtype=torch.float64)
+        for functions in (native.FUNCTIONS, {}):
+            monkeypatch.setattr(native, "FUNCTIONS", functions)
+            assert bool(NDCGLoss(0.1, gain=gain, validate_args=False)(scores, relevance).isnan()) == is_nan
 
 
 def test_infinite_rows_and_nan() -> None:
