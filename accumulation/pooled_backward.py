@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import Group, gradients_divided_by, group_ranks, undone_on_error
+from ..distributed.group import UNDO, Group, gradients_divided_by, group_ranks
 from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
@@ -85,10 +85,9 @@ def pooled_backward(
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once,
-            and a window that raises leaves the queues as they were.
-            It may use parameters of ``model``, such as a learned temperature: their gradient is computed once, and the
-            last backward passes it to the wrapper. It must not depend on any other tensor that requires grad, because
-            no wrapper would reduce that gradient.
+            and not at all after an error. It may use parameters of ``model``, such as a learned temperature: their
+            gradient is computed once, and the last backward passes it to the wrapper. It must not depend on any other
+            tensor that requires grad, because no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
         sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` that scales the loss before its gradient is computed.
@@ -149,18 +148,18 @@ def pooled_backward(
 
     refuse_in_backward(CALL)
     window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
-    with window.wrappers.restored(quiet=True), undone_on_error():
-        try:
-            # 1. Score every micro-batch without a graph.
-            scored = _score(window, forward, devices)
-            # 2. Compute the loss from all scores.
-            evaluated = _evaluate(window, loss, scored.leaf)
-            # 3. Repeat each forward, and back-propagate the gradient of its scores.
-            _replay(window, forward, devices, scored, evaluated, scaler, check_replay)
-        except BaseException:
-            window.wrappers.reshard()
-            window.wrappers.expect_broadcasts(True)
-            raise
+    undo = ExitStack()  # runs after an error alone
+    with window.wrappers.restored(quiet=True), ExitStack() as scope, undo:
+        undo.callback(window.wrappers.expect_broadcasts, True)
+        undo.callback(window.wrappers.reshard)
+        scope.callback(UNDO.reset, UNDO.set(undo))
+        # 1. Score every micro-batch without a graph.
+        scored = _score(window, forward, devices)
+        # 2. Compute the loss from all scores.
+        evaluated = _evaluate(window, loss, scored.leaf)
+        # 3. Repeat each forward, and back-propagate the gradient of its scores.
+        _replay(window, forward, devices, scored, evaluated, scaler, check_replay)
+        undo.pop_all()
     window.wrappers.leave_as_reduced()
     return evaluated.value.detach().reshape(())
 

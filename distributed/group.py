@@ -119,6 +119,8 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
 
 # The number that the model divides its gradients by, set while a loss is evaluated by a caller that knows it.
 _DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
+# Takes what undoes a change of state, set by a caller that runs it if the same call fails later.
+UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
 
 
 @contextmanager
@@ -129,22 +131,6 @@ def gradients_divided_by(divisor: float | None) -> Iterator[None]:
         yield
     finally:
         _DIVISOR.reset(token)
-
-
-# What undoes the changes of state inside `undone_on_error`, of which the last runs first; None outside.
-UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
-
-
-@contextmanager
-def undone_on_error() -> Iterator[None]:
-    """Run the callbacks that :data:`UNDO` has been given inside if an exception leaves the block."""
-    with ExitStack() as undo:
-        token = UNDO.set(undo)
-        try:
-            yield
-            undo.pop_all()
-        finally:
-            UNDO.reset(token)
 
 
 def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:

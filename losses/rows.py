@@ -80,8 +80,8 @@ class Batch(NamedTuple):
         incomplete, *sums = map(sum, [*zip(*counts)][:3])
         positive, stored = (None if number != number else int(number) for number in sums)
         logits, targets, iid_mask, weight, indexes = tensors
-        # Of several classes nobody knows the positives, though ranks without rows add up to 0.
-        known = incomplete == 0, None if incomplete or rule.num_classes > 1 else positive, stored
+        has_number = not incomplete and rule.num_classes == 1  # without rows several classes add up to 0 too
+        known = incomplete == 0, positive if has_number else None, stored
         return Batch(logits, targets, iid_mask, weight, indexes, *known, True, rule)
 
     def take(self, index: Tensor) -> Batch:

@@ -319,8 +319,7 @@ class RankingLoss(HoldsQueue):
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
         if self.queue_size and self._enqueues and live.indexes is None and not live.logits.is_meta:
-            rows = live.logits, live.targets, live.iid_mask, live.sample_weight
-            self.queue.enqueue(*rows, num_stored=live.num_stored)
+            self.queue.enqueue(*live[:4], num_stored=live.num_stored)
         return note_kind(loss, over_ranks=True) if live.over_ranks else loss
 
     def _setting(self, num_rows: int) -> Setting:

@@ -197,17 +197,16 @@ class Hints:
         if pool.weight is not None:
             positive = positive & (pool.weight > 0)
         open_to_gain = per_class.valid & (per_class.values.detach() > _SMALL_LOSS)  # [C]
-        # Of the values: a class whose loss is multiplied by 0 is not counted. None is undefined, which is a 0 for all.
-        incoming: list[Tensor | None] = []
+        incoming: list[Tensor | int] = []  # of the values: a class whose loss is multiplied by 0 is not counted
         if per_class.values.requires_grad:
-            per_class.values.register_hook(lambda grad: incoming.append(None if grad is None else grad.detach()))
+            per_class.values.register_hook(lambda grad: incoming.append(0 if grad is None else grad.detach()))
 
         def count(gradient: Tensor | None) -> None:
-            of_values = incoming[-1] if incoming else torch.ones_like(open_to_gain)
-            if gradient is None or of_values is None:
+            if gradient is None:
                 return
             size = gradient.detach().abs()
-            counted = positive & (open_to_gain & (of_values != 0))[:, None]
+            is_used = incoming[-1] != 0 if incoming else torch.ones_like(open_to_gain)
+            counted = positive & (open_to_gain & is_used)[:, None]
             lost = counted & (size <= _NO_GRADIENT * size.amax(dim=1, keepdim=True))
             sums = torch.stack([lost.sum(), counted.sum()])
             self.read(sums, lambda counts: self._count_lost(counts, temperature), later=True)

@@ -180,12 +180,12 @@ def local_pool(
     ignore_index: int,
     automatic: bool = True,
     *,
+    sample_weight: Tensor | None,
+    multi_hot: bool,
+    weighting: str,
+    validate_args: bool,
     iid_mask: Tensor | None = None,
-    sample_weight: Tensor | None = None,
     indexes: Tensor | None = None,
-    multi_hot: bool = False,
-    weighting: str = "rows",
-    validate_args: bool = True,
 ) -> Pool:
     """Check the arguments that the pure functions share, and return the pool of the given rows.
 
