@@ -33,6 +33,7 @@ from fullrank.accumulation.replay_state import (
     largest_score,
     save_rng,
 )
+from fullrank.distributed.group import UNDO
 
 # The package holds the function under the name of its module.
 replay = importlib.import_module("fullrank.accumulation.pooled_backward")
@@ -557,6 +558,8 @@ def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
                 assert all(map(torch.equal, kept(loss.loss), before))
             value = pool_window(model, batches, joined_loss(loss))
             found += [value, gradient(model), *kept(loss.loss)]
+            assert len(loss.loss.queue) > 20  # and what is done outside of a window stays
+            assert UNDO.get() is None
             model.zero_grad()
         return found
 
