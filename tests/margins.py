@@ -2,8 +2,9 @@
 
 ``python tests/margins.py 50 tests/losses/test_numerics.py ...`` runs these tests 50 times, each time with all seeds
 moved. It prints the tests that fail, the lines whose largest difference / bound is above a quarter, and those that pass
-with a value 1 + 1e-3 times as large, if it is not 0. It sees ``assert_close``, on ranks too, and in this process
-``error <= limit``, ``assert_as_exact`` included. A draw may lack what a test says of it; such a failure means nothing.
+with a value 1 + 1e-3 times as large, if it is not 0. After an interrupt it prints those of the runs until then. It sees
+``assert_close``, on ranks too, and in this process ``error <= limit``, ``assert_as_exact`` included. A draw may lack
+what a test says of it; such a failure means nothing.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ if __name__ == "__main__":
     options = ["-q", "--tb=line", "-m", "not full", "-o", "enable_assertion_pass_hook=true", "-p", "no:cacheprovider"]
     for number in range(int(sys.argv[1])):
         install(number)
-        pytest.main([*options, *sys.argv[2:]], plugins=[Plugin()])
+        status = pytest.main([*options, *sys.argv[2:]], plugins=[Plugin()])
         workers.close_pools()
+        if status == pytest.ExitCode.INTERRUPTED:
+            break
     for place, (ratio, is_blind) in sorted(ratios.items()):
         if ratio > 0.25 or is_blind:
             print(f"{place} {ratio:.2g}{', passes with 1 + 1e-3' if is_blind else ''}")
