@@ -23,7 +23,7 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
-from .parameters import Entry, check_gradient, check_parameter, is_dtensor, list_entries, local_gradient
+from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_entries, local_gradient
 
 CALL = "all_reduce_grads_"
 BUCKET_BYTES = 25 * 2**20  # per collective: large enough to use the bandwidth, small compared with all gradients
@@ -149,8 +149,7 @@ def list_summands(parameters: Any) -> list[Summand]:
     """Return this rank's part of every sum, or raise TypeError or ValueError."""
     summands = []
     for entry in distinct_entries(parameters):
-        check_gradient(entry)
-        parameter, grad = entry.parameter, entry.parameter.grad
+        parameter, grad = entry.parameter, fitting_gradient(entry)
         if grad is not None and grad.layout != torch.strided:
             fix = "Use nn.Embedding(sparse=False), or make the gradient dense with to_dense()."
             raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))

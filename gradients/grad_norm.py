@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -42,7 +43,7 @@ from ..distributed.torch_private import count_unreduced, holds_unreduced, multip
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_device, by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import Plain, counted_gradient, is_elsewhere, list_entries, local_gradient, read_once, read_plain
+from .parameters import Entry, Label, is_elsewhere, list_distinct, local_gradient, plain_gradients
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]
@@ -173,11 +174,10 @@ def clip_grad_norm_(
     reduced, limit = _reduce(measured), measured.options.max_norm
     if limit == math.inf:
         return reduced.returned
-    local = map(local_gradient, measured.plan.entries) if measured.plain is None else measured.plain
     factor = torch.clamp(limit / (reduced.norm + 1e-6), max=1.0)  # float64: float32 may not hold the norm
     if factor.device.type == "cpu" and factor.item() == 1:
         return reduced.returned  # reading the factor is free on the host and saves a multiplication by 1
-    for on_device in by_device([grad for grad in local if grad is not None], measured.devices):
+    for on_device in by_device(measured.grads, measured.devices):
         for dtype, grads in by_dtype(on_device).items():
             # The fused kernels need a factor in the dtype of the gradients. In half precision a small one rounds to 0.
             own = factor.to(grads[0].device, torch.float32 if dtype is torch.float32 else None)
@@ -205,29 +205,16 @@ class _Measured(NamedTuple):
     """The result of *measure* on one rank."""
 
     options: _Options
-    listed: list[Any] | nn.Module  # the parameters, which can be read again
-    plan: Plan  # the groups to reduce over; and the parameters, unless ``plain`` has the gradients
+    listed: list[tuple[Label, Any]]  # the distinct parameters with their labels
+    grads: list[Tensor]  # the memory of the gradients
+    groups: list[ProcessGroup]  # in the order of the plan
+    first_stage: int  # the place of the first group that joins stages
+    layouts: list[Layout]  # of the parameters
     columns: dict[Layout, Tensor]  # the norms on this rank, as float64 scalars on the device of the exchange
-    plain: list[Tensor] | None  # the gradients, if they and their parameters are all plain and dense
     devices: tuple[torch.device, ...]  # of the gradients
     device: torch.device | None  # the first of them, else that of the first parameter; None without parameters
     narrow: bool  # whether this rank returns the norm in float32
     error: Exception | None  # the first failed check of this rank; the columns are then 0
-
-
-class _Postponed:
-    """Context manager that catches exceptions and keeps the first, to be raised after the collectives."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if self.error is None and isinstance(error, Exception):
-            self.error = error
-        return isinstance(error, Exception)
 
 
 def _measure(
@@ -239,89 +226,102 @@ def _measure(
     shard_groups: ShardGroups | None,
     across: Groups,
 ) -> _Measured:
-    """Check the arguments, plan the groups and compute norms on this rank. A failed check is returned, not raised."""
-    postponed = _Postponed()
+    """Check the arguments, plan the groups and compute norms on this rank.
 
+    A failed check is returned, not raised. What follows it still runs, because this rank has to meet the others.
+    """
+    errors: list[Exception] = []
     options = _Options(call, 2.0, math.inf, bool(error_if_nonfinite))
-    with postponed:
-        what = "a number > 0, or inf"
-        options = options._replace(norm_type=_as_number("norm_type", norm_type, what, lambda p: p > 0))
-    with postponed:
+    listed: list[tuple[Label, Any]] = []
+    try:
+        power = _as_number("norm_type", norm_type, "a number > 0, or inf", operator.gt)
         what, limit = "a number >= 0, or None to measure only", math.inf if max_norm is None else max_norm
-        options = options._replace(max_norm=_as_number("max_norm", limit, what, lambda norm: norm >= 0))
+        limit = _as_number("max_norm", limit, what, operator.ge)
+        options = _Options(call, power, limit, options.error_if_nonfinite)
+    except Exception as error:
+        errors.append(error)
+    try:
+        listed = list_distinct(parameters)
+        _check_final(call, parameters, listed)
+        if not listed and across is None and isinstance(parameters, types.GeneratorType):
+            warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
+    except Exception as error:
+        errors.append(error)
 
-    plan = Plan()
-    listed: list[Any] | nn.Module = []
-    plain: Plain | None = Plain([], [])
-    with postponed:
-        listed = read_once(parameters)
-        plain = read_plain(listed) if shard_groups is None else None
-    entries = list_entries(listed) if plain is None else []
-    with postponed:
-        num_unreduced = count_unreduced(plain.parameters if plain else [entry.parameter for entry in entries])
-        if num_unreduced:
-            got = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
-            fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
-            raise RuntimeError(expected("gradients", "final gradients", got, fix))
-        modules = parameters.modules() if isinstance(parameters, nn.Module) else ()
-        ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        if any(not module.require_backward_grad_sync for module in ddp):
-            fix = "They differ between the ranks: clip after the backward that reduces, outside of no_sync."
-            raise RuntimeError(expected("gradients", "final gradients", Words("those of DDP inside no_sync"), fix))
-        if any(holds_unreduced(module) and module.process_group.size() > 1 for module in ddp):
-            warn(
-                f"{call}: the last forward of the DDP module with gradients ran inside no_sync, so its backward did "
-                "not reduce. Unless something else has reduced since, the gradients differ between the ranks, and so "
-                "does their norm: clip after a forward and backward outside of no_sync."
-            )
-    if isinstance(parameters, types.GeneratorType) and not listed and across is None:
-        warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
-    by_layout: dict[Layout, list[Tensor]] = {(): plain.grads if plain else []}
-    for entry in entries:
-        with postponed:
-            plan.add(entry, shard_groups)
+    plan, own = Plan(shard_groups), [parameter for _, parameter in listed]
+    plain = plain_gradients(own) if shard_groups is None else None
+    grads = plain or []
+    by_layout: dict[Layout, list[Tensor]] = {} if plain is None else {(): plain}
+    if plain is None:
+        own = []
+        for label, parameter in listed:
+            try:
+                layout, counted, local = plan.read(label, parameter)
+            except Exception as error:
+                errors.append(error)
+                continue
+            own.append(parameter)
+            parts = by_layout.setdefault(layout, [])
+            if counted is not None and local is not None:
+                parts.append(counted)
+                grads.append(local)
     if options.error_if_nonfinite:
         plan.add_copies()
-    with postponed:
+    try:
         plan.add_stages(across)
-    for entry, layout in zip(plan.entries, plan.layouts):
-        grads = by_layout.setdefault(layout, [])
-        # Postponed one by one, because an earlier error must not skip the collectives that redistribute a gradient.
-        with postponed:
-            grad = counted_gradient(entry)
-            grads += [] if grad is None else [grad]
-    own_parameters = plain.parameters if plain else [entry.parameter for entry in plan.entries]
-    device: torch.device | None = None
-    devices: tuple[torch.device, ...] = ()
-    with postponed:
-        # An accelerator first: the ranks exchange norms there, also those of gradients on the CPU.
-        found = dict.fromkeys(grad.device for grads in by_layout.values() for grad in grads)
-        devices = tuple(sorted(found, key=lambda device: device.type == "cpu"))
+    except Exception as error:
+        errors.append(error)
+    groups = [*plan.shards.values(), *plan.stages.values()]
+
+    # An accelerator first: the ranks exchange norms there, also those of gradients on the CPU.
+    found = dict.fromkeys([grad.device for grad in grads])
+    devices = tuple(sorted(found, key=lambda device: device.type == "cpu"))
+    device = devices[0] if devices else next((p.device for p in own if not is_elsewhere(p)), None)
+    home = (_exchange_device(groups[0], device) if groups else device) or torch.device("cpu")
+    columns: dict[Layout, Tensor] = {}
+    try:
         if len(devices) > 1 and any(device.type == "meta" for device in devices):
             got = Words(", ".join(sorted(map(str, devices))))
             raise ValueError(expected("gradients", "values of all, or of none", got, "Materialize the model first."))
-        parameter_devices = (parameter.device for parameter in own_parameters if not is_elsewhere(parameter))
-        device = devices[0] if devices else next(parameter_devices, None)
-
-    home = (_exchange_device(plan.groups[0], device) if plan.groups else device) or torch.device("cpu")
-    columns: dict[Layout, Tensor] = {}
-    if postponed.error is None:
-        with postponed:
-            for layout, grads in by_layout.items():
-                parts = [local_norm(own, options.norm_type).to(home) for own in by_device(grads, devices)]
-                if parts:
-                    columns[layout] = parts[0] if len(parts) == 1 else join_norms(torch.stack(parts), options.norm_type)
-    if len(columns) < len(by_layout):  # a rank without gradients, or one that failed, sends zeros
-        columns = dict.fromkeys(by_layout, torch.zeros((), dtype=torch.float64, device=home)) | columns
+        for layout, parts in by_layout.items() if not errors else ():
+            norms = [local_norm(part, options.norm_type).to(home) for part in by_device(parts, devices)]
+            if norms:
+                columns[layout] = norms[0] if len(norms) == 1 else join_norms(torch.stack(norms), options.norm_type)
+    except Exception as error:
+        errors.append(error)
+    columns = {} if errors else columns
+    if missing := {(), *by_layout} - columns.keys():  # a rank without gradients, or one that failed, sends zeros
+        columns |= dict.fromkeys(missing, torch.zeros((), dtype=torch.float64, device=home))
 
     # A norm in half precision would overflow: float16 ends at 65504.
-    is_double = not {parameter.dtype for parameter in own_parameters}.isdisjoint((torch.float64, torch.complex128))
-    narrow = not is_double and bool(own_parameters or not plan.groups)  # other ranks decide for one without parameters
-    plain_grads = plain and plain.grads
-    return _Measured(options, listed, plan, columns, plain_grads, devices, device, narrow, postponed.error)
+    is_double = not {parameter.dtype for parameter in own}.isdisjoint((torch.float64, torch.complex128))
+    narrow = not is_double and bool(own or not groups)  # other ranks decide for one without parameters
+    first_stage, layouts, first = len(plan.shards), sorted(by_layout), errors[0] if errors else None
+    return _Measured(options, listed, grads, groups, first_stage, layouts, columns, devices, device, narrow, first)
 
 
-def _as_number(name: str, value: Any, what: str, is_valid: Callable[[float], bool]) -> float:
+def _check_final(call: str, parameters: Any, listed: list[tuple[Label, Any]]) -> None:
+    """Raise RuntimeError for gradients that a wrapper has not reduced yet, and warn where that is only probable."""
+    num_unreduced = count_unreduced(map(operator.itemgetter(1), listed))
+    if num_unreduced:
+        got = Words(f"{num_unreduced} that FSDP2 holds back unreduced, apart from .grad")
+        fix = "Reduce in the last backward: maybe_no_sync does, or call set_requires_gradient_sync(True) before it."
+        raise RuntimeError(expected("gradients", "final gradients", got, fix))
+    if not isinstance(parameters, nn.Module):
+        return
+    ddp = [module for module in parameters.modules() if isinstance(module, DistributedDataParallel)]
+    if any(not module.require_backward_grad_sync for module in ddp):
+        fix = "They differ between the ranks: clip after the backward that reduces, outside of no_sync."
+        raise RuntimeError(expected("gradients", "final gradients", Words("those of DDP inside no_sync"), fix))
+    if any(holds_unreduced(module) and module.process_group.size() > 1 for module in ddp):
+        warn(
+            f"{call}: the last forward of the DDP module with gradients ran inside no_sync, so its backward did "
+            "not reduce. Unless something else has reduced since, the gradients differ between the ranks, and so "
+            "does their norm: clip after a forward and backward outside of no_sync."
+        )
+
+
+def _as_number(name: str, value: Any, what: str, is_valid: Callable[[float, float], bool]) -> float:
     if isinstance(value, bool):  # float() would convert it to 1 or 0
         fix = "The arguments are in torch's order: pass error_if_nonfinite by its name." if name == "norm_type" else ""
         raise TypeError(expected(name, what, value, fix))
@@ -329,7 +329,7 @@ def _as_number(name: str, value: Any, what: str, is_valid: Callable[[float], boo
         number = float(value)  # accepts what torch accepts: "inf", numpy's numbers, tensors of one element
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(expected(name, what, value)) from None
-    if not is_valid(number):
+    if not is_valid(number, 0):
         raise ValueError(expected(name, what, value))
     return number
 
@@ -349,7 +349,7 @@ def _reduce(measured: _Measured) -> _Reduced:
     """Return the norm over all ranks. If a rank failed its checks, or the ranks disagree, raise on all of them."""
     options = measured.options
     whole = measured.columns[()]  # the norm, if there are no groups
-    norm, returned, failed = _join_over_groups(measured) if measured.plan.groups else _Reduced(whole, whole)
+    norm, returned, failed = _join_over_groups(measured) if measured.groups else _Reduced(whole, whole)
     can_read = failed is not None and (failed.device.type == "cpu" or options.error_if_nonfinite)
     if measured.error is not None or (can_read and failed):
         _raise_together(measured, can_read=can_read)
@@ -362,27 +362,27 @@ def _reduce(measured: _Measured) -> _Reduced:
 
 def _join_over_groups(measured: _Measured) -> _Reduced:
     """Join the columns over one group after the other, without reading a value."""
-    options, plan, columns = measured.options, measured.plan, dict(measured.columns)
+    options, columns = measured.options, dict(measured.columns)
     norms = torch.stack(list(columns.values()))
     nonfinite = torch.where(norms.isfinite(), 0.0, norms).sum()  # inf, NaN, or 0
     failed = torch.full_like(nonfinite, float(measured.error is not None))
     narrow = torch.full_like(nonfinite, float(measured.narrow))
-    for place, group in enumerate(plan.groups):
-        layouts = sorted(layout for layout in columns if place in layout)
+    for place, group in enumerate(measured.groups):
+        layouts = sorted([layout for layout in columns if place in layout])
         # 48 bits of a hash that is the same in every process: float64 holds them exactly.
         facts = repr({**options._asdict(), "layouts": layouts}).encode()
         digest = float(int.from_bytes(hashlib.blake2b(facts, digest_size=6).digest(), "big"))
         head = [failed, torch.full_like(nonfinite, digest), narrow, nonfinite, columns[()]]
-        sent = torch.stack([*head, *(columns.pop(layout) for layout in layouts)])
+        sent = torch.stack([*head, *map(columns.pop, layouts)])
         padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _BLOCK)).to(_exchange_device(group, sent.device))
         received = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
         differ = received[:, 1] != received[0, 1]
         failed = torch.maximum(received[:, 0], differ.double()).amax()
         narrow, nonfinite = received[:, 2].amax(), received[:, 3].sum()
-        is_stage = place >= plan.first_stage
+        is_stage = place >= measured.first_stage
         columns[()] = join_norms(received[:, 4], options.norm_type) if is_stage else received[0, 4]
         for layout, norm in zip(layouts, join_norms(received[:, _HEAD : sent.numel()], options.norm_type)):
-            rest = tuple(other for other in layout if other != place)
+            rest = tuple(sorted({*layout} - {place}))
             if rest in columns:
                 norm = join_norms(torch.stack([columns[rest], norm]), options.norm_type)
             columns[rest] = norm
@@ -403,15 +403,14 @@ def _exchange_device(group: ProcessGroup, device: torch.device | None) -> torch.
 
 def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
     """Raise the same error on all ranks if all of them can read the flag (``can_read``), else this rank's own error."""
-    options, plan, error = measured.options, measured.plan, measured.error
-    if error is not None and not (plan.groups and can_read):
+    options, groups, error = measured.options, measured.groups, measured.error
+    if error is not None and not (groups and can_read):
         raise error
-    sizes = [dist.get_world_size(group) for group in plan.groups]
+    sizes = [dist.get_world_size(group) for group in groups]
     texts = {key: repr(value) for key, value in options._asdict().items()} | {"call": options.call}
-    layouts = set(plan.layouts) if measured.plain is None else {()}
-    texts["layouts"] = f"{sorted(layouts)} of groups of {sizes} ranks"
+    texts["layouts"] = f"{measured.layouts} of groups of {sizes} ranks"
     reason = None if error is None else (public_class(error).__name__, reason_of(error))
-    reports = _gather_objects(plan, (reason, texts))
+    reports = _gather_objects(groups, (reason, texts))
     failed = [(rank, options.call, *reason) for rank, (reason, _) in reports if reason is not None]
     if failed:
         raise failure(failed) from cause_of(error)
@@ -420,10 +419,10 @@ def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
 
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
-    grads = ((entry.name, local_gradient(entry)) for entry in list_entries(measured.listed))
-    own_names = [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
+    named = ((entry.name, local_gradient(entry)) for entry in map(Entry._make, measured.listed))
+    own_names = [name for name, grad in named if grad is not None and not grad.isfinite().all()]
     ranks_by_name: dict[str, list[str]] = {}
-    for rank, names in _gather_objects(measured.plan, own_names):
+    for rank, names in _gather_objects(measured.groups, own_names):
         for name in names:
             ranks_by_name.setdefault(name, []).append(str(rank))
     places = [
@@ -432,14 +431,14 @@ def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     more = [f"{len(places) - _MAX_NAMES} more"] if len(places) > _MAX_NAMES else []
     got = Words(f"{norm}: {'; '.join(places[:_MAX_NAMES] + more) or 'all elements are finite'}")
     fix = "Skip the step, or lower the scale."
-    kind = RankRuntimeError if measured.plan.groups else RuntimeError
+    kind = RankRuntimeError if measured.groups else RuntimeError
     raise kind(expected(measured.options.call, "gradients with a finite norm", got, fix))
 
 
-def _gather_objects(plan: Plan, value: Any) -> list[tuple[int, Any]]:
+def _gather_objects(groups: list[ProcessGroup], value: Any) -> list[tuple[int, Any]]:
     """Return (rank, value) of all ranks that the groups connect, in the order of the ranks. Only before an error."""
     values = {dist.get_rank() if is_initialized() else 0: value}
-    for group in plan.groups:
+    for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, values, group=group)
         values = {rank: value for part in gathered for rank, value in part.items()}

@@ -65,11 +65,11 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     return {dtype: [tensor for tensor in listed if tensor.dtype == dtype] for dtype in dict.fromkeys(dtypes)}
 
 
-def by_device(tensors: list[Tensor], devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
-    """Yield the tensors on each of the ``devices``, if there are any."""
-    for device in devices:
-        if own := tensors if len(devices) == 1 else [tensor for tensor in tensors if tensor.device == device]:
-            yield own
+def by_device(tensors: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Return the tensors on each of the ``devices`` that has some."""
+    if len(devices) == 1:
+        return [tensors] if tensors else []
+    return [own for device in devices if (own := [tensor for tensor in tensors if tensor.device == device])]
 
 
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
@@ -105,6 +105,8 @@ def _row_norms(
 
     ``sizes`` are the numbers of elements. Without them, as with ``scale``, small tensors are treated like long ones.
     """
+    if sizes and max(sizes) <= _WHOLE:
+        return torch.stack(norms_of_each(tensors, norm_type, dtype=dtype))
     small = [tensor for tensor, size in zip(tensors, sizes) if size <= _WHOLE]
     long = [tensor for tensor, size in zip(tensors, sizes) if size > _WHOLE] if sizes else tensors
     norms = [torch.stack(norms_of_each(small, norm_type, dtype=dtype))] if small else []

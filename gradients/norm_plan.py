@@ -1,6 +1,6 @@
-"""Which ranks hold different elements of a parameter, and the order in which all ranks reduce over their groups.
+"""Which elements of each gradient this rank counts, and the order in which all ranks reduce over their groups.
 
-The plan depends on the parameters only, whether or not they have gradients, so all ranks make the same plan. For a
+The layouts depend on the parameters only, whether or not they have gradients, so all ranks make the same plan. For a
 DTensor, each mesh dimension has a placement::
 
     Replicate   the ranks hold the same elements, which count once: nothing to reduce
@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.group import Group, group_ranks, resolve_group
+from ..distributed.torch_private import sparse_values
 from ..errors import Words, expected
-from .parameters import Entry, check_parameter, is_dtensor, is_elsewhere
+from .parameters import Entry, Label, check_parameter, fitting_gradient, is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
 
 # None, one group or mesh, or several of them.
 Groups = Group | Sequence[Group]
@@ -33,94 +35,126 @@ Groups = Group | Sequence[Group]
 Layout = tuple[int, ...]
 
 
+class _Place(NamedTuple):
+    """What the mesh and the placements say of all parameters that share them."""
+
+    layout: Layout = ()
+    groups: tuple[ProcessGroup, ...] = ()  # over which the parameters are sharded
+    wanted: tuple[Placement, ...] | None = None  # of a gradient whose elements count once; None for plain tensors
+    is_here: bool = True  # False on a mesh without this rank, such as that of another pipeline stage
+
+
 class Plan:
-    """The parameters of one rank, and the groups in the order in which every rank reduces over them.
+    """The groups in the order in which every rank reduces over them: ``shards``, then ``stages``.
 
     After a method has raised, this rank can still follow the plan, and so meets the other ranks in every group that it
     knows. Groups of a single rank are left out, because that rank holds everything.
+
+    Args:
+        shard_groups: see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
     """
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []  # in the same order on every rank, which determines the order of the groups
-        self.layouts: list[Layout] = []  # of each entry
-        self._shards: dict[tuple[int, ...], ProcessGroup] = {}  # keyed by ranks: several groups may have the same
-        self._stages: dict[tuple[int, ...], ProcessGroup] = {}
-        # By id, because it takes time to list the ranks of a large group or the groups of a mesh.
-        self._places: dict[int, int | None] = {}
-        self._groups_of_mesh: dict[int, list[ProcessGroup]] = {}
+    def __init__(self, shard_groups: Callable[[Any], Groups] | None = None) -> None:
+        self._shard_groups = shard_groups
+        self.shards: dict[tuple[int, ...], ProcessGroup] = {}  # keyed by ranks: several groups may have the same
+        self.stages: dict[tuple[int, ...], ProcessGroup] = {}
+        self._places: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Place] = {}
+        self._layouts: dict[tuple[ProcessGroup, ...], Layout] = {}  # it takes time to list the ranks of a large group
+        self._copies: dict[DeviceMesh, list[ProcessGroup]] = {}  # the groups of the meshes, one per dimension
 
-    @property
-    def groups(self) -> list[ProcessGroup]:
-        """The groups over which parameters are sharded, those of :meth:`add_copies`, and the stages, in this order."""
-        return [*self._shards.values(), *self._stages.values()]
+    def read(self, label: Label, parameter: Any) -> tuple[Layout, Tensor | None, Tensor | None]:
+        """Return the layout of a parameter, the elements of its gradient that count, and the memory of its gradient.
 
-    @property
-    def first_stage(self) -> int:
-        """The place of the first stage among the groups."""
-        return len(self._shards)
-
-    def add(self, entry: Entry, shard_groups: Callable[[Any], Groups] | None) -> None:
-        """Add a parameter with its layout; see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
+        Both are plain dense tensors on this rank, mostly the same one, and None without a gradient. A gradient that is
+        not placed as its parameter is first redistributed into a copy, by collectives that all ranks of its mesh make.
+        Examples are the Partial gradient of a norm layer under SequenceParallel, and the sharded gradient of a
+        replicated weight that was multiplied by sharded activations.
 
         Raises:
-            TypeError: for an entry that is not a parameter; it is not added.
-            ValueError: for groups of ``shard_groups`` that cannot be used; the parameter is added with the layout of
-                its placements only.
+            TypeError: for an item that is not a parameter, and for a gradient that does not fit.
+            ValueError: for groups of ``shard_groups`` that cannot be used, and for a gradient on another mesh.
         """
+        entry = Entry(label, parameter)
         check_parameter(entry)
-        parameter = entry.parameter
-        placed: list[ProcessGroup] = []
-        if is_dtensor(parameter) and not is_elsewhere(parameter):
-            mesh = parameter.device_mesh
-            if id(mesh) not in self._groups_of_mesh:
-                self._groups_of_mesh[id(mesh)] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            pairs = zip(self._groups_of_mesh[id(mesh)], parameter.placements)
-            placed = [group for group, placement in pairs if is_sharded(placement)]
-        self.entries.append(entry)
-        self.layouts.append(self._layout_of(placed))
-        if shard_groups is None:
-            return
-        name = f"shard_groups({entry.name})"
-        named = _resolve_groups(shard_groups(parameter), name)
-        for first, second in combinations([*placed, *named], 2):
-            if _overlap(first, second) and group_ranks(first) != group_ranks(second):
-                fix = "Name only the groups that the placements of a DTensor do not show, and no union of groups."
-                got = Words(f"ranks {group_ranks(first)} and {group_ranks(second)}")
-                raise ValueError(expected(name, "groups that share one rank", got, fix))
-        self.layouts[-1] = self._layout_of([*placed, *named])
+        place = self._place_of(parameter) if is_dtensor(parameter) else _Place()
+        try:
+            layout = place.layout if self._shard_groups is None else self._named_layout(entry, place.groups)
+        finally:  # also after an error, because the other ranks redistribute
+            counted, local = _read_gradient(entry, place.wanted) if place.is_here else (None, None)
+        return layout, counted, local
 
     def add_copies(self) -> None:
         """Add mesh dimensions along which parameters are only replicated, so that an error is raised on all ranks."""
-        self._layout_of(group for groups in self._groups_of_mesh.values() for group in groups)
+        self._layout_of(tuple([group for groups in self._copies.values() for group in groups]))
 
     def add_stages(self, across: Groups) -> None:
         """Add the groups whose ranks hold different parameters; ValueError if parameters would count twice."""
+        if across is None:
+            return
         stages = {tuple(group_ranks(group)): group for group in _resolve_groups(across, "across")}
-        copies = [group for groups in self._groups_of_mesh.values() for group in groups]
+        copies = [group for groups in self._copies.values() for group in groups]
         for ranks, group in stages.items():
-            if any(_overlap(group, other) for other in [*self._shards.values(), *copies]):
+            if any(_overlap(group, other) for other in [*self.shards.values(), *copies]):
                 fix = (
                     "Parameters are sharded or copied over some of these ranks: pass the groups of the pipeline stages."
                 )
                 raise ValueError(expected("across", "groups whose ranks hold different parameters", Words(ranks), fix))
-        self._stages = {ranks: group for ranks, group in stages.items() if len(ranks) > 1}
+        self.stages = {ranks: group for ranks, group in stages.items() if len(ranks) > 1}
 
-    def _layout_of(self, groups: Iterable[ProcessGroup]) -> Layout:
+    def _place_of(self, parameter: DTensor) -> _Place:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if (mesh, placements) not in self._places:
+            place = _Place(is_here=mesh.get_coordinate() is not None)
+            if place.is_here:
+                from torch.distributed.tensor import Replicate
+
+                self._copies[mesh] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+                sharded = tuple([group for group, placed in zip(self._copies[mesh], placements) if is_sharded(placed)])
+                wanted = tuple([Replicate() if placed.is_partial() else placed for placed in placements])
+                place = _Place(self._layout_of(sharded), sharded, wanted)
+            self._places[mesh, placements] = place
+        return self._places[mesh, placements]
+
+    def _named_layout(self, entry: Entry, placed: tuple[ProcessGroup, ...]) -> Layout:
+        """Return the layout of a parameter sharded over the groups of its placements and of ``shard_groups``."""
+        assert self._shard_groups is not None
+        name = f"shard_groups({entry.name})"
+        groups = (*placed, *_resolve_groups(self._shard_groups(entry.parameter), name))
+        for first, second in combinations(groups, 2) if groups not in self._layouts else ():
+            if _overlap(first, second) and group_ranks(first) != group_ranks(second):
+                fix = "Name only the groups that the placements of a DTensor do not show, and no union of groups."
+                got = Words(f"ranks {group_ranks(first)} and {group_ranks(second)}")
+                raise ValueError(expected(name, "groups that share one rank", got, fix))
+        return self._layout_of(groups)
+
+    def _layout_of(self, groups: tuple[ProcessGroup, ...]) -> Layout:
         """Register ``groups`` and return their places. A group of one rank has none."""
-        places = []
-        for group in groups:
-            if id(group) not in self._places:
-                ranks = tuple(group_ranks(group))
+        if groups not in self._layouts:
+            all_ranks = [tuple(group_ranks(group)) for group in groups]
+            for ranks, group in zip(all_ranks, groups):
                 if len(ranks) > 1:
-                    self._shards.setdefault(ranks, group)
-                self._places[id(group)] = list(self._shards).index(ranks) if len(ranks) > 1 else None
-            places.append(self._places[id(group)])
-        return tuple(sorted({place for place in places if place is not None}))
+                    self.shards.setdefault(ranks, group)
+            self._layouts[groups] = tuple([place for place, ranks in enumerate(self.shards) if ranks in all_ranks])
+        return self._layouts[groups]
 
 
 def is_sharded(placement: Placement) -> bool:
     """Return True when the ranks hold different elements; ``placement.is_shard()`` is False for strided shards."""
     return not (placement.is_replicate() or placement.is_partial())
+
+
+def _read_gradient(entry: Entry, wanted: tuple[Placement, ...] | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the elements of a gradient that count and its memory, or raise as :func:`fitting_gradient`."""
+    grad: Any = fitting_gradient(entry)
+    if grad is None:
+        return None, None
+    local: Tensor = grad if wanted is None else grad.to_local()  # under no_grad the memory itself
+    counted = local
+    if wanted is not None and tuple(grad.placements) != wanted:
+        counted = grad.redistribute(placements=wanted).to_local()
+    if local.is_sparse:  # it may list an index several times, and its values are added before their powers
+        return sparse_values(counted.coalesce()), sparse_values(local)
+    return counted, local
 
 
 def _resolve_groups(groups: Any, name: str) -> list[ProcessGroup]:

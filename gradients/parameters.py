@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -15,14 +15,14 @@ from ..errors import Words, expected
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-
 _PLAIN = {Tensor, nn.Parameter}
+Label = str | int  # the name of a parameter, or its place in the list
 
 
 class Entry(NamedTuple):
     """One parameter and its name in messages."""
 
-    label: str | int  # its name, or its place in the list
+    label: Label
     parameter: Tensor
 
     @property
@@ -30,30 +30,29 @@ class Entry(NamedTuple):
         return self.label if isinstance(self.label, str) else f"parameter {self.label}"
 
 
-def read_once(parameters: Any) -> list[Any] | nn.Module:
-    """Return ``parameters`` as a module or a list, which can be read several times; TypeError if it is not iterable."""
-    if isinstance(parameters, nn.Module):
-        return parameters
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    if not isinstance(parameters, Iterable):
+def list_distinct(parameters: Any) -> list[tuple[Label, Any]]:
+    """Return the distinct items of ``parameters`` with labels, in their order, not checked to be parameters.
+
+    Raises:
+        TypeError: when it is neither a module nor a tensor nor an iterable.
+    """
+    items = [parameters] if isinstance(parameters, Tensor) else parameters
+    items = items.named_parameters() if isinstance(items, nn.Module) else items
+    if not isinstance(items, Iterable):
         what = "a module, a tensor, or an iterable of parameters or of (name, parameter) pairs"
         raise TypeError(expected("parameters", what, parameters))
-    return list(parameters)
+    distinct: dict[int, tuple[Label, Any]] = {}
+    label: Label
+    for label, item in enumerate(items):
+        if isinstance(item, Entry) or (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
+            label, item = item
+        distinct.setdefault(id(item), (label, item))
+    return list(distinct.values())
 
 
 def list_entries(parameters: Any) -> list[Entry]:
-    """Return the distinct items of ``parameters`` with names, in their order, not checked to be parameters."""
-    listed = read_once(parameters)
-    entries: dict[int, Entry] = {}
-    for index, item in enumerate(listed.named_parameters() if isinstance(listed, nn.Module) else listed):
-        entry = Entry(index, item)
-        if isinstance(item, Entry):
-            entry = item
-        elif isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
-            entry = Entry(*item)
-        entries.setdefault(id(entry.parameter), entry)
-    return list(entries.values())
+    """Return what :func:`list_distinct` does, as entries."""
+    return list(map(Entry._make, list_distinct(parameters)))
 
 
 def check_parameter(entry: Entry) -> None:
@@ -74,65 +73,36 @@ def is_elsewhere(parameter: Tensor) -> bool:
     return is_dtensor(parameter) and parameter.device_mesh.get_coordinate() is None
 
 
-def check_gradient(entry: Entry) -> None:
-    """Raise TypeError or ValueError when the gradient, if there is one, does not fit its parameter."""
-    parameter, name = entry.parameter, f"gradient of {entry.name}"
+def fitting_gradient(entry: Entry) -> Tensor | None:
+    """Return the gradient, if there is one; TypeError or ValueError when it does not fit its parameter."""
+    parameter: Any = entry.parameter
     grad: Any = parameter.grad
     if grad is None:
-        return
-    if is_dtensor(parameter):
-        if not is_dtensor(grad):
-            got, fix = Words(type(grad).__name__), "Use DTensor.from_local(gradient)."
-            raise TypeError(expected(name, "a DTensor, as the parameter is", got, fix))
-        if parameter.device_mesh != grad.device_mesh:
-            what = f"one on the mesh of the parameter, {parameter.device_mesh}"
-            raise ValueError(expected(name, what, Words(grad.device_mesh)))
-    elif is_dtensor(grad):
-        got, fix = Words(type(grad).__name__), "Use gradient.full_tensor()."
-        raise TypeError(expected(name, "a plain tensor, as the parameter is", got, fix))
+        return None
+    is_placed = is_dtensor(parameter)
+    if is_placed != is_dtensor(grad):
+        what = "a DTensor, as the parameter is" if is_placed else "a plain tensor, as the parameter is"
+        fix = "Use DTensor.from_local(gradient)." if is_placed else "Use gradient.full_tensor()."
+        raise TypeError(expected(f"gradient of {entry.name}", what, Words(type(grad).__name__), fix))
+    if is_placed and parameter.device_mesh != grad.device_mesh:
+        what = f"one on the mesh of the parameter, {parameter.device_mesh}"
+        raise ValueError(expected(f"gradient of {entry.name}", what, Words(grad.device_mesh)))
     if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(expected(name, "a dense or a sparse COO tensor", Words(grad.layout), "Use to_dense()."))
+        what = "a dense or a sparse COO tensor"
+        raise TypeError(expected(f"gradient of {entry.name}", what, Words(grad.layout), "Use to_dense()."))
+    return grad
 
 
-class Plain(NamedTuple):
-    """Distinct parameters and their gradients, without the missing ones. All are plain tensors, the gradients dense."""
-
-    parameters: list[Tensor]
-    grads: list[Tensor]
-
-
-def read_plain(listed: list[Any] | nn.Module) -> Plain | None:
-    """Return the result of :func:`read_once` as :class:`Plain` if all items are plain and without a name; else None.
+def plain_gradients(parameters: Sequence[Any]) -> list[Tensor] | None:
+    """Return the gradients if they and the parameters are all plain and dense, else None.
 
     No item needs a check of its own then: gradients fit their parameters, and every element counts in a norm.
     """
-    items = list(listed.parameters() if isinstance(listed, nn.Module) else listed)
-    if not _PLAIN.issuperset(map(type, items)):
+    if not _PLAIN.issuperset(map(type, parameters)):
         return None
-    distinct = list(dict(zip(map(id, items), items)).values())
-    grads = [grad for parameter in distinct if (grad := parameter.grad) is not None]
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     is_plain = _PLAIN.issuperset(map(type, grads)) and {grad.layout for grad in grads} <= {torch.strided}
-    return Plain(distinct, grads) if is_plain else None
-
-
-def counted_gradient(entry: Entry) -> Tensor | None:
-    """Return the elements of a gradient that this rank counts in a norm, a plain dense tensor; None without a gradient.
-
-    A gradient that is not placed as its parameter is first redistributed into a copy, by collectives that all ranks of
-    its mesh must make. Examples are the Partial gradient of a norm layer under SequenceParallel, and the sharded
-    gradient of a replicated weight that was multiplied by sharded activations. Raises as :func:`check_gradient`.
-    """
-    parameter, grad = entry.parameter, entry.parameter.grad
-    if grad is None or is_elsewhere(parameter):
-        return None
-    check_gradient(entry)
-    if is_dtensor(parameter) and is_dtensor(grad):
-        from torch.distributed.tensor import Replicate
-
-        wanted = tuple(Replicate() if place.is_partial() else place for place in parameter.placements)
-        grad = (grad if tuple(grad.placements) == wanted else grad.redistribute(placements=wanted)).to_local()
-    # A sparse gradient may list an index several times, and its values must be added before powers are taken.
-    return sparse_values(grad.coalesce()) if grad.is_sparse else grad
+    return grads if is_plain else None
 
 
 def local_gradient(entry: Entry) -> Tensor | None:

@@ -20,7 +20,7 @@ from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
 
 SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
-
+NUM_BYTES = 8 * (12 + 1 + 5 + 6)  # of all of them in float64
 
 HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
 # One rounding of each dtype; float32 and float64 are added in another order.
@@ -71,10 +71,10 @@ def _sparse() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(("bucket", "num_buckets"), [(25 * 2**20, 1), (1, 4)])
+@pytest.mark.parametrize(("bucket", "num_buckets"), [(NUM_BYTES, 1), (1, 4)])
 @on_ranks()
 def test_sum_in_place(rank: int, dtype: str, bucket: int, num_buckets: int) -> None:
-    """All in one bucket, and each of the four tensors with elements in one of its own."""
+    """All in one bucket, which in float64 they fill, and each of the four that have elements in its own."""
     kept, world_size = getattr(torch, dtype), dist.get_world_size()
     parameters = make_parameters(rank, kept)
     parameters[0].grad = parameters[0].grad.t().contiguous().t()  # another order in memory

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 import fullrank
 from fullrank.gradients import grad_norm, norm_plan
+from fullrank.gradients.parameters import is_elsewhere
 
 MOST = 0.5  # max_norm: below the norm of every case
 
@@ -247,7 +248,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: s
         fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, **case.options)
         for key, parameter in case.parameters:
             grad = parameter.grad
-            if key not in alone or norm_plan.is_elsewhere(parameter):
+            if key not in alone or is_elsewhere(parameter):
                 continue
             whole = alone[key].grad
             if key == "some_ranks":  # not there on every rank: no collective

@@ -295,6 +295,9 @@ def test_what_is_not_finite_is_named_and_nothing_scaled() -> None:
         ({"norm_type": 0}, ValueError, "norm_type: expected a number > 0, or inf, got 0"),
         ({"norm_type": -1.0}, ValueError, "norm_type: expected a number > 0"),
         ({"norm_type": None}, TypeError, "norm_type: expected a number > 0, or inf, got None"),
+        # Arguments in the order of another function.
+        ({"norm_type": True}, TypeError, r"norm_type: expected a number > 0, or inf, got True\. .* error_if_nonfinite"),
+        ({"max_norm": True}, TypeError, "max_norm: expected a number >= 0, or None to measure only, got True"),
         ({"max_norm": -0.5}, ValueError, "max_norm: expected a number >= 0, or None to measure only, got -0.5"),
         ({"max_norm": math.nan}, ValueError, "max_norm: expected a number >= 0"),
         ({"max_norm": "one"}, TypeError, "max_norm: expected a number >= 0"),
