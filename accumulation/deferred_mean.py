@@ -26,10 +26,11 @@ from torch.utils.weak import TensorWeakRef
 
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, agree_on, combined
-from ..distributed.torch_private import divide_each_, not_compiled
+from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_positive, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
 from ..gradients.parameters import Entry, local_gradient
+from ..gradients.torch_private import divide_each_
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .inner_backward import check_zero

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.header import DeviceCheck
-from ..distributed.torch_private import fsdp_groups
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import distinct_entries
 from ..gradients.parameters import local_values
+from ..gradients.torch_private import fsdp_groups
 from ..kernels.torch_private import version_of
 
 

@@ -21,9 +21,10 @@ from torch.utils.weak import TensorWeakRef
 from ..distributed.exchange import Exchange, errors_naming, is_staged
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
-from ..distributed.torch_private import copy_each_, fsdp_groups, not_compiled
+from ..distributed.torch_private import not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
 from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_entries, local_gradient
+from .torch_private import copy_each_, fsdp_groups
 
 CALL = "all_reduce_grads_"
 BUCKET_BYTES = 25 * 2**20  # per collective: large enough to use the bandwidth, small compared with all gradients

@@ -39,11 +39,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..distributed.exchange import Exchange
 from ..distributed.group import backend_by_device, is_initialized
 from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
-from ..distributed.torch_private import count_unreduced, holds_unreduced, multiply_each_, not_compiled
+from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_device, by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
 from .parameters import Entry, Label, is_elsewhere, list_distinct, local_gradient, plain_gradients
+from .torch_private import count_unreduced, holds_unreduced, multiply_each_
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 ShardGroups = Callable[[Any], Groups]

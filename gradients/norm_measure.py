@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..distributed.torch_private import norms_of_each
+from .torch_private import norms_of_each
 
 # Elements in a row. Sums in float32 must be short: the relative error of the norm of 5e7 elements is 1e-8 with rows of
 # 4096, and 3e-5 with one sum per tensor (benchmarks/grad_norm.py).

@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.torch_private import sparse_values
 from ..errors import Words, expected
 from .parameters import Entry, Label, check_parameter, fitting_gradient, is_dtensor
+from .torch_private import sparse_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..distributed.torch_private import sparse_values
 from ..errors import Words, expected
+from .torch_private import sparse_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

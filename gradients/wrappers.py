@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import torch_private
 from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
 from ..distributed.header import State
-from ..distributed.torch_private import FsdpGroup
 from ..errors import Words, check_choice, expected
+from . import torch_private
 from .parameters import leaves_of
+from .torch_private import FsdpGroup
 
 SYNCS = ("last", "each", "shard")
 

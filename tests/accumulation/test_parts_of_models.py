@@ -25,7 +25,7 @@ from fullrank import (
     pooled_backward,
     sum_gradients_,
 )
-from fullrank.distributed.torch_private import count_unreduced
+from fullrank.gradients.torch_private import count_unreduced
 
 
 def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:

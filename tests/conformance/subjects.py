@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fullrank
-from fullrank.distributed.torch_private import count_unreduced, fsdp_groups
+from fullrank.gradients.torch_private import count_unreduced, fsdp_groups
 
 # float64: rounding of sums in another order. float32: the model's own products, added up over ranks instead of rows.
 LIMITS = {"float64": 1e-12, "float32": 2e-6}

@@ -1,0 +1,292 @@
+"""Every use of an interface of torch that is private, by the code for gradients: lists of tensors, FSDP2 and DDP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed.torch_private import flatten_mesh
+
+# On lists of tensors, in few kernels if the device has them: the p-norm of each, with powers summed in ``dtype``;
+# copies, which convert dtypes; products with a scalar on the device; divisions by a number.
+norms_of_each, copy_each_ = torch._foreach_norm, torch._foreach_copy_
+multiply_each_, divide_each_ = torch._foreach_mul_, torch._foreach_div_
+
+sparse_values = Tensor._values  # the memory of the values of a sparse COO tensor, coalesced or not
+
+
+class FsdpGroup:
+    """A set of parameters that FSDP2 reduces together: its switches and its unreduced gradients.
+
+    FSDP2 has no public way to read them. Changes go through the public setters of FSDPModule where there are any.
+
+    Args:
+        state: the parameter group of FSDP2.
+        ids: of the model's parameters; the group may have parameters of other models too.
+        module: the FSDPModule that the group belongs to.
+    """
+
+    def __init__(self, state: Any, ids: set[int], module: Any) -> None:
+        self.state, self.module, self._ids = state, module, ids
+
+    @property
+    def switches(self) -> tuple[bool, bool]:
+        """Whether a backward reduces over the shards, and whether it then reduces over the replicas."""
+        return self.state.reduce_grads, self.state.all_reduce_grads
+
+    @switches.setter
+    def switches(self, value: tuple[bool, bool]) -> None:
+        self.state.reduce_grads, self.state.all_reduce_grads = value
+
+    @property
+    def divisor(self) -> float:
+        """The number by which FSDP2 divides a reduced gradient."""
+        factor = self.state.gradient_divide_factor
+        return float(self.num_ranks if factor is None else factor)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that the gradients are reduced over: shards times replicas."""
+        info = self.state.mesh_info
+        return int(getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward has to gather the parameters from other ranks."""
+        return bool(getattr(self.state.mesh_info, "shard_mesh_size", 1) > 1)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are both shards and replicas."""
+        info = self.state.mesh_info
+        return hasattr(info, "shard_mesh_size") and hasattr(info, "replicate_mesh_size")
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a function given to ``set_all_reduce_hook`` changes the reduced gradients."""
+        return getattr(self.state, "_all_reduce_hook", None) is not None
+
+    def process_group(self) -> ProcessGroup:
+        """Return the group of all the ranks that FSDP2 reduces the gradients over."""
+        return flatten_mesh(self._mesh())
+
+    def ranks(self) -> list[int]:
+        """Return the global ranks of :meth:`process_group`, without creating it."""
+        return list(self._mesh().mesh.flatten().tolist())
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the part of the mesh that the gradients are reduced over."""
+        info = self.state.mesh_info
+        dims = [dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None]
+        return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the model's parameters in both forms that its modules may have: sharded, and whole for computing."""
+        return [form for param in self._own_params() for form in _forms(param)]
+
+    def _own_params(self) -> list[Any]:
+        """Return torch's records of the model's parameters in this group."""
+        return [param for param in self.state.fsdp_params if any(id(form) in self._ids for form in _forms(param))]
+
+    def unreduced(self) -> dict[int, Tensor]:
+        """Return the gradients that are not in the ``grad`` of a parameter, by the ids of what they belong to."""
+        found = {id(param): param.unsharded_accumulated_grad for param in self._own_params()}
+        found[id(self.state)] = getattr(self.state, "_partial_reduce_output", None)
+        return {place: grad for place, grad in found.items() if grad is not None}
+
+    def discard(self) -> None:
+        """Drop every gradient of these parameters, and the unsharded ones left by a backward without reduction."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        for param in self._own_params():
+            if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on the `grad` of a form, dropped above
+                param.unsharded_accumulated_grad = None
+        self.state._partial_reduce_output = None
+
+
+def _forms(param: Any) -> list[Any]:
+    both = param.sharded_param, getattr(param, "_unsharded_param", None)
+    return [form for form in both if form is not None]
+
+
+def forget_forward(module: DistributedDataParallel) -> None:
+    """Reset DDP's reducer after a forward without backward; otherwise the next backward all-reduces even under no_sync.
+
+    Call it on every rank or on none: DDP rebuilds its buckets two forwards later, which is a collective.
+    """
+    reducer = getattr(module, "reducer", None)  # missing under the compiler's reducer, whose forward prepares nothing
+    try:
+        if reducer is not None:
+            reducer._check_reducer_finalized()
+            reducer._reset_state()
+    except RuntimeError:
+        pass  # a backward failed inside the reduction, and DDP raises at its next forward: this must not hide it
+
+
+def awaits_first_reduction(module: DistributedDataParallel) -> bool:
+    """Return True until DDP with ``static_graph`` has recorded its graph, in its first backward."""
+    return module.static_graph and not module._static_graph_delay_allreduce_enqueued
+
+
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the FSDPModules among ``modules``, without importing FSDP (0.7 s): until it is imported there are none."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
+def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
+    """Return True if one of ``modules`` is a FullyShardedDataParallel, which FSDP2 replaces."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
+
+
+def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:
+    """Return True if ``replicate`` of torch.distributed._composable has given one of ``modules`` a DDP out of sight."""
+    return any(type(module).__module__ == "torch.distributed._composable.replicate" for module in modules)
+
+
+def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
+    """Return the groups of parameters that FSDP2 manages for ``model``.
+
+    They belong to FSDPModules in ``model`` and, if these do not manage all trainable parameters, to FSDPModules around
+    it. FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    listed = list(model.parameters())  # once, because reading them for each group would take most of the time
+    ids, inside = set(map(id, listed)), fsdp_modules(model.modules())
+    groups = [FsdpGroup(group, ids, module) for module in inside for group in _param_groups(module)]
+    managed = {id(form) for group in groups for form in group.parameters()}
+    missing = {id(p) for p in listed if p.requires_grad} - managed
+    if missing:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        known = {id(group.state) for group in groups}
+        wrapped: list[Any] = list(_module_state_mapping)
+        for module in wrapped:
+            for group in _param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
+                is_of_model = any(id(form) in missing for param in group.fsdp_params for form in _forms(param))
+                if is_of_model and id(group) not in known:
+                    known.add(id(group))
+                    groups.append(FsdpGroup(group, ids, module))
+    return groups
+
+
+def count_unreduced(parameters: Iterable[Tensor]) -> int:
+    """Return how many of ``parameters`` have a gradient that FSDP2 has not reduced yet and stores outside ``grad``."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return 0
+    from torch.distributed._composable_state import _module_state_mapping
+
+    wrapped: list[Any] = list(_module_state_mapping)
+    groups = [group for module in wrapped if hasattr(module, "_get_fsdp_state") for group in _param_groups(module)]
+    unreduced: dict[int, int] = {}  # from the id of each form to the id of its parameter
+    for group in groups:
+        is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP has reduced over the shards only
+        for param in group.fsdp_params:
+            if is_partial or _is_unreduced(param):
+                unreduced |= dict.fromkeys(map(id, _forms(param)), id(param))
+    return len({unreduced[id(parameter)] for parameter in parameters if id(parameter) in unreduced}) if unreduced else 0
+
+
+def _is_unreduced(param: Any) -> bool:
+    whole = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups  # one, or None, before torch 2.12
+    return [group for group in groups if group is not None]
+
+
+# ``require_forward_param_sync`` at the end of a window. It is truthy, but neither the True nor the False that a forward
+# of DDP assigns, so it shows whether one has run since.
+_NO_FORWARD = 1
+
+
+def forwards_since(module: DistributedDataParallel) -> int:
+    """Return 0 if DDP has run no forward since :func:`leave_as_reduced`, 2 if its next forward broadcasts, else 1."""
+    flag: Any = module.require_forward_param_sync
+    return 0 if type(flag) is int else 1 + bool(flag)
+
+
+# For each DDP module with the hook: whether its last forward with gradients ran inside no_sync.
+_LOCAL_FORWARDS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def holds_unreduced(module: DistributedDataParallel) -> bool:
+    """Return True if DDP has probably not reduced the gradients of ``module``.
+
+    A forward without gradients leaves the same flag as one inside no_sync. If a gradient was never changed in place, it
+    was not reduced, because DDP writes reduced gradients in place. Several backwards in no_sync change it too. Then a
+    hook notes the last forward with gradients, and the answer is known from the next call on.
+    """
+    if module.require_forward_param_sync is not False:
+        return False
+    ignored = getattr(module, "parameters_to_ignore", ())  # DDP does not reduce these
+    reduced = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
+    if any(p.grad is not None and p.grad._version == 0 for p in reduced):
+        return True
+    if module not in _LOCAL_FORWARDS:
+        _LOCAL_FORWARDS[module] = False
+        module.register_forward_pre_hook(_note_forward)
+    return _LOCAL_FORWARDS[module]
+
+
+def _note_forward(module: nn.Module, _: object) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _LOCAL_FORWARDS[module] = not module.require_backward_grad_sync
+
+
+def leave_as_reduced(module: DistributedDataParallel) -> None:
+    """Set the flag of DDP that the last backward has reduced, and note that no forward has run since."""
+    module.require_forward_param_sync = _NO_FORWARD  # type: ignore[assignment]
+
+
+def watch_forward(module: DistributedDataParallel) -> None:
+    """Make :func:`has_run_forward` return False until the next forward of DDP, which does the same as without it."""
+    module.require_forward_param_sync = int(module.require_forward_param_sync)  # type: ignore[assignment]
+
+
+def has_run_forward(module: DistributedDataParallel) -> bool:
+    """Return True if DDP has run a forward since :func:`watch_forward`, or reduces without a forward."""
+    return _active_reducer(module) is None or type(module.require_forward_param_sync) is not int
+
+
+def has_never_run(module: DistributedDataParallel) -> bool:
+    """Return True until DDP has run its first forward; a compiled forward does not count."""
+    return not module._lazy_init_ran
+
+
+def is_in_forward(module: DistributedDataParallel) -> bool:
+    """Return True inside a forward of DDP, in which Lightning runs ``training_step``."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is module
+
+
+def rebuild_ddp_buckets(module: DistributedDataParallel) -> None:
+    """Rebuild DDP's buckets now if its next forward with gradients would; then this is a collective."""
+    reducer = _active_reducer(module)
+    if reducer is not None and reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
+
+
+def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
+    """Broadcast DDP's buffers now if its next forward would."""
+    if _active_reducer(module) is not None and module._check_sync_bufs_pre_fwd():
+        module._sync_buffers()
+
+
+def _active_reducer(module: DistributedDataParallel) -> Any:
+    """Return the reducer that the forward of DDP uses; None if the compiler or a single hook reduces instead."""
+    is_idle = getattr(module, "_use_python_reducer", False) or getattr(module, "_delay_all_reduce_all_params", False)
+    return None if is_idle else module.reducer
