@@ -424,6 +424,7 @@ BAD = {
     "groups that overlap": ("ValueError", "shard_groups(two_d): expected groups that share one rank, got ranks"),
     "devices": ("ValueError", "gradients: expected values of all, or of none, got cpu, meta."),
     "plain gradient": ("TypeError", "gradient of parameter 17: expected a DTensor, as the parameter is, got Tensor."),
+    "placed gradient": ("TypeError", "gradient of parameter 17: expected a plain tensor, as the parameter is, got DT"),
 }
 
 
@@ -445,12 +446,18 @@ def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
     parameters: Any = case.parameters
     strangers = dist.new_group([other for other in range(4) if other != bad_rank])
     options: dict[str, Any] = {"max_norm": MOST, "norm_type": 2.0}
+    if kind == "placed gradient":  # of a parameter that is sharded over a group that no other is
+        by_name = with_gradient(draw(1, 4))
+        parameters = [*parameters, by_name]
+        options["shard_groups"] = lambda p: dist.group.WORLD if p is by_name else None
     before = bytes_of(case)
     if rank == bad_rank:
         elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
         elsewhere.grad = torch.zeros(2, device="meta")
         dense = nn.Parameter(DTensor.from_local(draw(1, 4), mesh_of("dp", "tp")["tp"], [Replicate()]))
         dense.grad = draw(1, 4)
+        if kind == "placed gradient":
+            by_name.grad = DTensor.from_local(draw(1, 4), mesh_of("dp", "tp")["tp"], [Replicate()])
         changes: dict[str, Any] = {
             "norm_type": {"norm_type": 0},
             "max_norm": {"max_norm": -1.0},
