@@ -70,12 +70,12 @@ def long_description(home: str) -> str:
 library = Extension(
     "fullrank.kernels.native.sums",
     ["kernels/native/sums.c"],
-    depends=["kernels/native/bins.inc", "kernels/native/pairs.inc"],
+    depends=[f"kernels/native/{name}.inc" for name in ("bins", "pairs", "soft_maximum")],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     extra_link_args=STRIP.get(sys.platform, []),
     export_symbols=[
         f"{name}_float{bits}"
-        for name in ("smooth_ap", "smooth_ap_of_rows", "ndcg", "moments", "evaluate", "rates")
+        for name in ("smooth_ap", "smooth_ap_of_rows", "ndcg", "soft_maximum", "moments", "evaluate", "rates")
         for bits in (32, 64)
     ],
     optional=True,  # without a compiler torch computes the same

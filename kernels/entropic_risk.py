@@ -1,257 +1,275 @@
-r"""The entropic risk of logistic pair losses: for each query, a soft maximum over the keys.
+r"""The entropic risk of logistic pair losses: for each positive of a pool, a soft maximum over its rivals.
 
-.. math:: y_q = \lambda \log \frac{1}{n} \sum_k \exp\!\left(\frac{\ell_{qk}}{\lambda}\right), \quad
-          \ell_{qk} = \log(1 + e^{d_{qk}}), \quad d_{qk} = \frac{x_k - x_q}{s}
+.. math:: y_i = \lambda \log \frac{1}{n} \sum_j \exp\!\left(\frac{\ell_{ij}}{\lambda}\right), \quad
+          \ell_{ij} = \log(1 + e^{d_{ij}}), \quad d_{ij} = \frac{x_j - x_i}{s}
 
-With the weights p_k = softmax of l_qk / lambda over the keys: dy/dx_k = p_k s(d_qk) / s = -(its part of) dy/dx_q.
-The caller passes the lambda of a class, or :func:`tilts_of_budget` finds it from the number of keys that must count.
+The loss of a class is the mean of y over its positives. For :math:`\lambda = 1/m` it takes O(m M) time. With c the
+highest rival, the keys :math:`e_j = e^{(x_j - c) / s} \le 1` and :math:`u_i = e^{(c - x_i) / s}`,
 
-If 1 / lambda is a whole number m, exp(l / lambda) = (1 + e^d)^m is a sum of powers of e^d, all positive, and the mean
-over the keys factors. With z = (x - c) / s and L_n = log mean_k e^(n z_k):
+.. math:: y_i = \frac{1}{m} \log \frac{1}{n} \sum_j (1 + u_i e_j)^m
+              = \frac{1}{m} \log\Bigl(1 + \sum_{k=1}^m a_k u_i^k\Bigr), \quad
+          a_k = \binom{m}{k} \frac{S_k}{n}, \quad S_k = \sum_j e_j^k
 
-    y_q = lambda log(1 + e^(A_q)),  A_q = log sum over n = 1..m of C(m, n) e^(L_n - n z_q)
+The powers are products of one exponential a rival. The gradient of rival j is a polynomial in e_j, with coefficients
+that are sums over the positives. All terms are > 0, so no digit is lost. Without a lambda m is the one with which
+the perplexity of the weights of the rivals, for a positive at the mean, is nearest to the budget. With
+:math:`f = e^{(\bar x - c) / s}` these weights are powers of :math:`r_j = (f + e_j) / (f + 1)`, products again.
 
-That takes O(m (Q + K)) time. Other lambda, and few pairs, are summed pair by pair, in chunks.
-
-All of it is computed in float64: for small lambda float32 would round l / lambda, and with it p, by more than 1e-6.
+Other lambda are summed pair by pair, in chunks. All of it is in float64: for small lambda float32 would round l /
+lambda by more than 1e-6. On the host one call of C computes a pool of finite scores, see native/soft_maximum.inc.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pairs import chunk_size, chunks_of_pairs
+from . import native
+from .costs import costs_of
+from .pairs import chunks_of_pairs, places_of
 from .registration import register, scaled
 
 MOST_POWERS = 100  # a smaller lambda than 1/100 is summed pair by pair
-# The values of 1 / lambda for :func:`tilts_of_budget`. With a small budget scores stay close together in training, and
-# a larger value would leave little but the top negative.
-MULTIPLES = range(1, 13)
+# The values of m for a budget. With a small budget scores stay close together in training, and a larger value would
+# leave little but the top negative.
+MOST_MULTIPLES = 12
 _ROUNDING = 1e-9  # of the logarithm of a perplexity; the largest scores may be tied, and then it has a limit
-# Pairs that take as long as one power of a few rows, on the host. An accelerator has it too: there a power is no kernel
-# of its own, so that the value matters little, and no other was measured.
-POWER = 10_000
+_SMALLEST = 1e-300  # a ratio whose logarithm counts
+_LOOK = 6  # values of m that are tried at a time where the host reads without waiting; a divisor of the number above
 
 
-def entropic_risk(
-    queries: Tensor,
-    keys: Tensor,
-    inside: Tensor,
-    scales: Tensor,
-    tilts: Tensor,
-    share: Tensor,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the mean of the risks over the queries (C,) float64, and the risks (C, Q), which have no gradient.
-
-    Args:
-        queries: (C, Q), float32 or float64.
-        keys: (C, K), the dtype of ``queries``.
-        inside: (C, K) bool, the keys that count, n of them; without any the risk is 0.
-        scales: (C,), > 0, detached.
-        tilts: (C,) float64, lambda > 0 of each class; on the CPU where the host knows it.
-        share: (C, Q), what each query weighs in the mean.
-        weight: (C, K) > 0 where ``inside``: a key counts as so many; None for 1.
-    """
-    with_grad = torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
-    results = _entropic_risk(queries, keys, inside, scales.double(), tilts, share, weight, with_grad)
-    mean: Tensor = results[0]
-    return mean, results[1]
-
-
-@torch.no_grad()
-def tilts_of_budget(
-    queries: Tensor,
-    share: Tensor,
-    keys: Tensor,
-    inside: Tensor,
-    scales: Tensor,
-    budget: float,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """Return the lambda (C,) float64, 1/m each, with which about ``budget`` of the keys of each class count.
-
-    How many count is the perplexity of the weights p of the keys, for a query at the mean. Queries beyond the keys
-    are moved to their ends first, where the order of all pairs is the same, so that one far away does not decide.
-
-    Args:
-        queries: (C, Q).
-        share: (C, Q), what each query weighs in the mean; the sum over a class is 1, or 0 without queries.
-        keys: (C, K).
-        inside: (C, K) bool, the keys that count.
-        scales: (C,), > 0.
-        budget: > 0 and <= 1, of the number of keys inside.
-        weight: (C, K) > 0 where ``inside``: a key counts as so many; None for 1.
-    """
-    multiples = torch.tensor(MULTIPLES, dtype=torch.float64).to(keys.device, non_blocking=True)
-    if keys.shape[1] == 0:
-        return multiples.new_ones(len(keys))
-    finite, keys = inside & keys.isfinite(), keys.double()
-    highest = torch.where(finite, keys, -math.inf).amax(dim=1, keepdim=True)
-    lowest = torch.where(finite, keys, math.inf).amin(dim=1, keepdim=True)
-    mean = (queries.double().clamp(lowest, highest) * share).sum(dim=1, keepdim=True)
-    losses = _softplus((keys - mean) / scales.double()[:, None])
-    below = losses - losses.masked_fill(~inside, 0.0).amax(dim=1, keepdim=True)
-    below, count = below.masked_fill_(~inside, -1e30), inside if weight is None else _masked(weight.double(), inside)
-    ones = torch.ones_like(below) if weight is None else count
-    columns = torch.stack([below if weight is None else below * count, ones], dim=2)  # [C, K, 2]
-    goal = count.sum(dim=1).double().log() + math.log(budget)  # [C]
-
-    parts = multiples[:, None, None].split(chunk_size(keys, below.numel()))
-    sums = torch.cat([torch.einsum("mck,cks->mcs", (part * below).exp_(), columns) for part in parts])
-    exponent, total = sums.unbind(dim=2)
-    # (m, C): by how much the logarithm of the perplexity is too large, falling with m
-    excess = total.log() - multiples[:, None] * exponent / total - goal
-    number = (excess > _ROUNDING).sum(dim=0)
-    ends = torch.stack([number - 1, number]).clamp(0, len(MULTIPLES) - 1)  # too many keys count, and the next
-    last, following = excess.abs().gather(0, ends)
-    return multiples[torch.where(following < last, ends[1], ends[0])].reciprocal()
-
-
-def _num_powers(tilts: Tensor, queries: Tensor, keys: Tensor) -> list[int]:
-    """Return m = 1 / lambda of each class if the powers are faster than a sum over pairs; otherwise an empty list."""
-    powers = []
-    for value in tilts.tolist():
-        m = round(min(1 / value, MOST_POWERS + 1.0))
-        if not (1 <= m <= MOST_POWERS and abs(m * value - 1) <= 1e-12):
-            return []
-        powers.append(m)
-    most, num_rows = max(powers, default=1), queries.numel() + keys.numel()
-    return powers if most == 1 or most * (POWER + num_rows) < queries.numel() * keys.shape[1] else []
-
-
-def _risks_and_gradients(
-    queries: Tensor,
-    keys: Tensor,
-    inside: Tensor,
-    scales: Tensor,
-    tilts: Tensor,
-    share: Tensor,
+def risk_and_gradient(
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    iid: Tensor | None,
+    live: Tensor | None,
     weight: Tensor | None,
+    key_weight: Tensor | None,
+    scales: Tensor | None,
+    budget: float,
+    tilt: float | None,
+    num_positive: int | None,
     with_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the mean (C,), the risks (C, Q), and the gradients of queries and keys, empty unless ``with_grad``."""
-    on_host = tilts.to("cpu")
-    powers, of_class = _num_powers(on_host, queries, keys), tilts.to(scales.device, non_blocking=True)
-    risks = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
-    weight = None if weight is None else weight.double()
-    rates = share / scales[:, None]  # of the queries in the gradient
-    of_queries, of_keys = (torch.zeros_like(rows, dtype=torch.float64) for rows in (queries, keys))
-    if powers and keys.shape[1]:
-        log_weight = None if weight is None else torch.where(inside, weight, 1.0).log()
-        terms, most, z_keys = _powers(queries, keys, inside, scales, powers, log_weight)
-        parts = _minus(terms, most).exp_()  # [m, C, Q]
-        total = parts.sum(dim=0)
-        top = most if len(terms) == 1 else most + total.log()
-        risks = of_class[:, None] * _softplus(top)
-        if with_grad:
-            degrees = _degrees(len(terms), z_keys)
-            flow = parts.mul_(rates * of_class[:, None] * top.sigmoid() / total).mul_(degrees)
-            of_queries, flows = -flow.sum(dim=0), flow.sum(dim=2, keepdim=True)
-            for n in _chunks_of_powers(len(terms), z_keys):
-                of_keys += (_softmax(_logs(degrees[n], z_keys, log_weight)) * flows[n]).sum(dim=0)
-    elif keys.shape[1]:
-        any_above = bool((on_host > 1).any())
-        count = (inside.sum(dim=1, keepdim=True) if weight is None else _masked(weight, inside).sum(1, True)).double()
-        for c, q in chunks_of_pairs(queries, keys):
-            distances, outside = _distances(queries[c, q], keys[c], scales[c]), ~inside[c, None]
-            losses = _softplus(distances).masked_fill_(outside, -math.inf)
-            most, lam, number = losses.amax(dim=2, keepdim=True), of_class[c, None, None], _or_one(count[c])[:, None]
-            below = _minus(losses, most).div_(lam)
-            # For lambda > 1 the exponents may be so small that their exponentials are 1 to the last bit.
-            parts = below.expm1() if any_above else below.exp_()
-            summed = parts.masked_fill_(outside, 0.0) if weight is None else _masked(parts * weight[c, None], ~outside)
-            ratio = summed.sum(dim=2, keepdim=True) / number
-            log_mean = ratio.log1p() if any_above else ratio.log()
-            risks[c, q] = torch.where(most == -math.inf, 0.0, most + lam * log_mean)[:, :, 0]
-            if with_grad:
-                if any_above:
-                    summed = below.exp_() if weight is None else below.exp_() * weight[c, None]
-                slope = _masked(summed, ~outside)
-                slope = slope / _or_one(slope.sum(dim=2, keepdim=True)) * distances.sigmoid_() * rates[c, q, None]
-                of_queries[c, q] = -slope.sum(dim=2)
-                of_keys[c] += slope.sum(dim=1)
-    # A key at +inf gives padding, and queries without weight, an infinite risk; 0 times it is NaN.
-    mean = torch.where(share > 0, risks * share, 0.0).sum(dim=1)
-    if not with_grad:
-        return mean, risks, queries.new_empty(0), keys.new_empty(0)
-    return mean, risks, of_queries.to(queries.dtype), of_keys.to(keys.dtype)
+    with_variance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, its gradient (C, M), the validity, lambda, and the variance of the losses, (C,) each, float64.
 
+    A class is valid if it has a positive of positive weight and a rival. An invalid class has a loss of 0 with zero
+    gradient, and a lambda of 1. A class with a NaN score is NaN, valid or not.
 
-def _powers(
-    queries: Tensor,
-    keys: Tensor,
-    inside: Tensor,
-    scales: Tensor,
-    powers: list[int],
-    log_weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log C(m, n) + L_n - n z_q for n = 1..m (m, C, Q), the largest of them (C, Q), and z of the keys (C, K).
-
-    For n above the m of a class they are -inf.
+    Args:
+        scores: (C, M) float32 or float64, contiguous.
+        positive: (C, M) bool, a subset of ``member``.
+        member: (C, M) bool: the rows that take part; None for all.
+        iid: (M,) bool: the rows that may be rivals; None for all.
+        live: (M,) bool: the rows that may be positives of the mean; None for all.
+        weight: (M,) >= 0, the weight of each row as a positive, in the mean; None for equal weights.
+        key_weight: (M,) > 0 for members: a rival counts as so many; None for 1.
+        scales: (C,) float64, s > 0, detached; None for 1.
+        budget: > 0 and <= 1, the share of the rivals that counts.
+        tilt: lambda > 0; None to find it from ``budget``.
+        num_positive: the number of positives of a single class; None if the host does not know.
+        with_grad, with_variance: False for an empty gradient or variance.
     """
-    # Differences to the largest finite key are exact where the scores are large and close together.
-    usable = inside & keys.isfinite()
-    centre = torch.where(usable, keys, -math.inf).amax(dim=1, keepdim=True)
-    centre = torch.where(centre == -math.inf, 0.0, centre).double()  # [C, 1]
-    z_keys = torch.where(inside, (keys.double() - centre) / scales[:, None], -math.inf)
-    z_queries = (queries.double() - centre) / scales[:, None]
-    # A key and a query at -inf have no distance, as in a sum over pairs.
-    lowest = (inside & (keys == -math.inf)).any(dim=1, keepdim=True)
-    z_queries = z_queries.masked_fill(lowest & (z_queries == -math.inf), math.nan)
-    count = inside.sum(dim=1, keepdim=True).clamp_min(1).double()
-    if log_weight is not None:
-        count = _or_one(_masked(log_weight.exp(), inside).sum(dim=1, keepdim=True))
-    degrees, log_means = _degrees(max(powers), z_keys), []
-    for n in _chunks_of_powers(max(powers), z_keys):
-        parts, highest = _exponentials(_logs(degrees[n], z_keys, log_weight))
-        log_means.append(parts.sum(dim=-1, keepdim=True).log() + highest - count.log())  # L_n [n, C, 1]
-    logs = [[math.log(math.comb(m, n)) if n <= m else -math.inf for m in powers] for n in range(1, max(powers) + 1)]
-    binomials = torch.tensor(logs, dtype=z_keys.dtype).to(z_keys.device, non_blocking=True)[:, :, None]
-    terms = binomials + torch.cat(log_means) - degrees * z_queries
-    if min(powers) < max(powers):
-        terms = torch.where(binomials == -math.inf, -math.inf, terms)
-    return terms, terms.amax(dim=0), z_keys
+    if scores.numel() == 0:
+        loss = scores.new_zeros(len(scores), dtype=torch.float64)
+        gradient, variance = (
+            scores.new_empty(scores.shape if with_grad else 0),
+            loss.new_zeros(len(scores) * with_variance),
+        )
+        return loss, gradient, loss > 0, loss + 1, variance
+    power = 0 if tilt is None else round(min(1 / tilt, MOST_POWERS + 1.0))  # m, 0 to find it
+    is_whole = tilt is None or (1 <= power <= MOST_POWERS and abs(power * tilt - 1) <= 1e-12)
+    if is_whole:
+        rows = scores, positive, member, iid, live, weight, key_weight, scales
+        results = native.soft_maximum(*rows, budget, power, with_grad, with_variance)
+        if results is not None:
+            return results
+
+    rivals = ~positive if member is None else member & ~positive
+    rivals, counted = (own if also is None else own & also for own, also in ((rivals, iid), (positive, live)))
+    mass = rivals.double() if key_weight is None else torch.where(rivals, key_weight, 0.0).double()  # [C, M]
+    index, shares = _listed(counted, num_positive if live is None else None)
+    shares = shares if weight is None else shares * weight[index].double()
+    sums, total = shares.sum(dim=1, keepdim=True), mass.sum(dim=1, keepdim=True)  # [C, 1]
+    valid, shares, total = ((sums > 0) & (total > 0))[:, 0], shares / _or_one(sums), _or_one(total)
+    pool = _Pool(scores.gather(1, index).double(), shares, scores, mass, total, scales)
+    if tilt is None or is_whole:
+        risks, of_queries, of_keys, multiples = _by_powers(pool, power, budget, with_grad)
+        tilts = torch.where(valid, multiples.reciprocal(), 1.0)
+    else:
+        risks, of_queries, of_keys = _by_pairs(pool, tilt, with_grad)
+        tilts = torch.full_like(total[:, 0], tilt)
+    # A rival at +inf gives positives without weight an infinite risk; 0 times it is NaN.
+    risks = torch.where(shares > 0, risks, 0.0)
+    mean = (risks * shares).sum(dim=1)
+    variance = ((risks - mean[:, None]).square() * shares).sum(dim=1) if with_variance else mean.new_empty(0)
+    undefined = scores.amax(dim=1).isnan()
+    loss = torch.where(valid, mean, 0.0).masked_fill_(undefined, math.nan)
+    if not with_grad:
+        return loss, scores.new_empty(0), valid, tilts, variance
+    gradient = of_keys.scatter_add_(1, index, of_queries).to(scores.dtype)
+    usual, other = (valid & ~undefined)[:, None], torch.where(undefined, math.nan, 0.0).to(gradient.dtype)[:, None]
+    gradient = torch.where(usual, gradient, other)
+    return loss, gradient, valid, tilts, variance
 
 
-def _degrees(m: int, like: Tensor) -> Tensor:
-    """Return 1..m (m, 1, 1)."""
-    return torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None, None]
+def _listed(mask: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a mask (C, M) are, (C, P), with padding, and 1.0 for those without padding.
+
+    P is the largest number of entries of a class, ``count`` of a single class if the host knows it. Else it is read.
+    """
+    if len(mask) == 1:
+        index = torch.nonzero_static(mask[0], size=int(mask.sum()) if count is None else count).t()
+        return index, torch.ones_like(index, dtype=torch.float64)
+    counts = mask.sum(dim=1)
+    index, inside = places_of(mask, counts, int(counts.max()))
+    return index, inside.double()
 
 
-def _logs(degrees: Tensor, z_keys: Tensor, log_weight: Tensor | None) -> Tensor:
-    """Return the logarithms of the powers of the keys, times their weights, (n, C, K)."""
-    logs = degrees * z_keys
-    return logs if log_weight is None else logs.add_(log_weight)
+class _Pool(NamedTuple):
+    """The positives and the rivals of each class. Padding and rows that are no rivals have no share and no mass."""
+
+    queries: Tensor  # [C, P] float64, scores of the positives
+    shares: Tensor  # [C, P] float64, of the positives in the mean
+    scores: Tensor  # [C, M]
+    mass: Tensor  # [C, M] float64, of the rivals
+    total: Tensor  # [C, 1] float64, its sum, n
+    scales: Tensor | None  # [C] float64
+
+    def scaled(self, differences: Tensor) -> Tensor:
+        """Return the differences of scores (C, ...), divided by the scale of their class."""
+        shape = len(differences), *[1] * (differences.ndim - 1)
+        return differences if self.scales is None else differences.div_(self.scales.view(shape))
 
 
-def _chunks_of_powers(m: int, keys: Tensor) -> list[slice]:
-    """Return the numbers below m in parts whose powers of ``keys`` (C, K) make one chunk."""
-    step, parts = chunk_size(keys, keys.numel()), []
-    for first in range(0, m, step):
-        parts.append(slice(first, first + step))
-    return parts
+def _by_powers(pool: _Pool, power: int, budget: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the risks (C, P), the gradients of positives (C, P) and rivals (C, M), and m of each class (C,)."""
+    queries, shares, scores, mass, total, _ = pool
+    costs, low = costs_of(scores.device), torch.where(mass > 0, scores, math.inf)
+    highest = torch.where(mass > 0, scores, -math.inf).amax(dim=1, keepdim=True).double()  # [C, 1]
+    lowest = low.amin(dim=1, keepdim=True)
+    count = power or (_LOOK if costs.reads_freely else MOST_MULTIPLES)
+    step = max(1, costs.rows_at_once // (len(scores) * count))
+    blocks = [slice(at, at + step) for at in range(0, scores.shape[1], step)]  # that stay in the cache
+    keys = torch.empty_like(mass)
+    for b in blocks:
+        below = (scores[:, b] - highest).nan_to_num_(0.0, math.inf, -math.inf)  # 0 where both are the same infinity
+        keys[:, b] = pool.scaled(below).clamp_max_(0.0).exp_()  # rows above the highest are no rivals
+
+    if power:
+        m = torch.full_like(total, power)  # [C, 1]
+    else:
+        # Positives beyond the rivals are moved to their ends, where the order of all pairs is the same, so that one far
+        # away does not decide.
+        finite = low.masked_fill_(low == -math.inf, math.inf).amin(dim=1, keepdim=True)
+        mean = (queries.clamp(finite, highest) * shares).sum(dim=1, keepdim=True)
+        f, goal = pool.scaled(mean - highest).exp_(), total.log() + math.log(budget)
+        ratios = [(keys[:, b] + f).div_(f + 1) for b in blocks]
+        m = _multiples(ratios, [mass[:, b] for b in blocks], goal, count)
+
+    # The sums S of the powers, and log a.
+    most = power or (int(m.max()) if costs.reads_freely else MOST_MULTIPLES)
+    sums, degrees = total.new_zeros(len(scores), most, 1), _degrees(most, total)  # [C, m, 1], [m, 1]
+    for b in blocks:
+        sums += _powers(keys[:, b], most) @ mass[:, b, None]
+    m = m[:, None]
+    binomials = (m + 1).lgamma() - (degrees + 1).lgamma() - (m - degrees + 1).lgamma()  # -inf for degrees above m
+    logs = binomials + (sums / total[:, None]).log()
+
+    z = torch.where(shares > 0, pool.scaled(queries - highest), 0.0)
+    # A rival and a positive at -inf have no distance, as in a sum over pairs.
+    z.masked_fill_((lowest == -math.inf) & (z == -math.inf), math.nan)
+    risks, of_queries, flows = torch.empty_like(z), torch.empty_like(z), torch.zeros_like(sums)
+    step = max(1, costs.pairs_at_once // (len(scores) * most))
+    for q in (slice(at, at + step) for at in range(0, z.shape[1], step)):
+        terms = torch.where(logs == -math.inf, -math.inf, logs - degrees * z[:, None, q])  # [C, m, q]
+        largest = terms.amax(dim=1, keepdim=True)
+        parts = _minus(terms, largest).exp_()
+        whole = parts.sum(dim=1, keepdim=True)
+        top = largest + whole.log()
+        risks[:, q] = (_softplus(top) / m)[:, 0]
+        if with_grad:
+            flow = parts.mul_(pool.scaled(shares[:, None, q] * top.sigmoid() / (m * whole))).mul_(degrees)
+            of_queries[:, q] = -flow.sum(dim=1)
+            flows += flow.sum(dim=2, keepdim=True)
+    coefficients = flows.div_(sums)
+    for b in blocks if with_grad else ():
+        gradient = coefficients[:, -1]
+        for k in range(most - 2, -1, -1):
+            gradient = torch.addcmul(coefficients[:, k], gradient, keys[:, b])
+        keys[:, b].mul_(gradient).mul_(mass[:, b])
+    return risks, of_queries, keys, m[:, 0, 0]
 
 
-def _softmax(z: Tensor) -> Tensor:
-    """Return the softmax of each row (n, C, K), 0 in a row of -inf."""
-    parts, _ = _exponentials(z)
-    return parts / _or_one(parts.sum(dim=-1, keepdim=True))
+def _multiples(ratios: list[Tensor], masses: list[Tensor], goal: Tensor, count: int) -> Tensor:
+    """Return the m with which the logarithm of the perplexity is nearest to the ``goal``, (C, 1) each.
+
+    The ratios and the masses are those of blocks of rows. The perplexity falls with m, of which ``count`` are tried at
+    a time, until it is small enough.
+    """
+    losses, excess = [ratio.clamp_min(_SMALLEST).log_() for ratio in ratios], goal[:, :0]
+    while excess.shape[1] < MOST_MULTIPLES and not (excess.numel() and bool((excess[:, -1] <= _ROUNDING).all())):
+        sums, of_losses = goal.new_zeros(2, len(goal), count, 1)
+        for k, (ratio, loss) in enumerate(zip(ratios, losses)):
+            powers = _powers(ratio, count)
+            sums += powers @ masses[k][:, :, None]
+            of_losses += powers @ (masses[k] * loss)[:, :, None]
+            masses[k] = masses[k] * powers[:, -1]
+        m = _degrees(count, goal) + excess.shape[1]
+        # By how much the logarithm is too large.
+        excess = torch.cat([excess, (sums.log() - m * of_losses / sums)[:, :, 0] - goal], dim=1)
+    number = (excess > _ROUNDING).sum(dim=1, keepdim=True)
+    ends = torch.cat([number - 1, number], dim=1).clamp_(0, excess.shape[1] - 1)  # too many count, and the next
+    last, following = excess.abs().gather(1, ends).split(1, dim=1)
+    return torch.where(following < last, ends[:, 1:], ends[:, :1]).double() + 1
 
 
-def _exponentials(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponentials of each row (n, C, K), over that of its largest entry, and this entry (n, C, 1)."""
-    most = z.amax(dim=-1, keepdim=True)
-    return torch.where(z == -math.inf, 0.0, _minus(z, most).exp_()), most
+def _degrees(most: int, like: Tensor) -> Tensor:
+    """Return 1..most, (most, 1)."""
+    return torch.arange(1, most + 1, dtype=like.dtype, device=like.device)[:, None]
 
 
-def _distances(queries: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
-    """Return d of some queries (c, q) and keys (c, K), (c, q, K) float64."""
-    return (keys.double()[:, None] - queries.double()[:, :, None]).div_(scales[:, None, None])
+def _powers(base: Tensor, most: int) -> Tensor:
+    """Return the powers 1..most of ``base`` (C, M), (C, most, M)."""
+    powers, count = base.new_empty(len(base), most, base.shape[1]), 1
+    powers[:, 0] = base
+    while count < most:
+        size = min(count, most - count)
+        torch.mul(powers[:, :size], powers[:, count - 1 : count], out=powers[:, count : count + size])
+        count += size
+    return powers
+
+
+def _by_pairs(pool: _Pool, tilt: float, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the risks (C, P) for any lambda, and the gradients of positives (C, P) and rivals (C, M)."""
+    queries, shares, scores, mass, total, _ = pool
+    risks, of_queries, of_keys = torch.empty_like(queries), torch.empty_like(queries), torch.zeros_like(mass)
+    for c, q in chunks_of_pairs(queries, scores):
+        part = pool._replace(scales=None if pool.scales is None else pool.scales[c])
+        distances = part.scaled(scores[c, None] - queries[c, q, None])  # [c, q, M]
+        of_rivals = (mass[c] > 0)[:, None]
+        losses = torch.where(of_rivals, _softplus(distances), -math.inf)
+        most = losses.amax(dim=2, keepdim=True)
+        below = _minus(losses, most).div_(tilt)
+        # For lambda > 1 the exponents may be so small that their exponentials are 1 to the last bit.
+        parts = below.expm1() if tilt > 1 else below.exp()
+        parts = torch.where(of_rivals, parts * mass[c, None], 0.0)
+        ratio = parts.sum(dim=2, keepdim=True) / total[c, None]
+        risks[c, q] = (most + tilt * (ratio.log1p() if tilt > 1 else ratio.log()))[:, :, 0]
+        if with_grad:
+            if tilt > 1:
+                parts = torch.where(of_rivals, below.exp_() * mass[c, None], 0.0)
+            slopes = torch.where(of_rivals, parts / parts.sum(dim=2, keepdim=True) * distances.sigmoid_(), 0.0)
+            slopes = part.scaled(slopes * shares[c, q, None])
+            of_queries[c, q] = -slopes.sum(dim=2)
+            of_keys[c] += slopes.sum(dim=1)
+    return risks, of_queries, of_keys
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -264,28 +282,20 @@ def _minus(x: Tensor, most: Tensor) -> Tensor:
     return torch.where(x == most, 0.0, x - most)
 
 
-def _masked(values: Tensor, inside: Tensor) -> Tensor:
-    return torch.where(inside, values, 0.0)
-
-
 def _or_one(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1.0, total)
 
 
-def _scaled(grad: Tensor, _: Tensor, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
-    of_queries, of_keys = (scaled(gradient.t(), grad).t() for gradient in (of_queries, of_keys))
-    return of_queries, of_keys
-
-
-_entropic_risk = register(
+entropic_risk = register(
     "entropic_risk",
-    forward=_risks_and_gradients,
-    fake=lambda queries, keys, *others: (
-        queries.new_empty(queries.shape[0], dtype=torch.float64),
-        torch.empty_like(queries, dtype=torch.float64),
-        torch.empty_like(queries) if others[-1] else queries.new_empty(0),  # with_grad
-        torch.empty_like(keys) if others[-1] else keys.new_empty(0),
+    forward=risk_and_gradient,
+    fake=lambda scores, *others: (
+        scores.new_empty(len(scores), dtype=torch.float64),
+        torch.empty_like(scores) if others[-2] else scores.new_empty(0),  # with_grad
+        scores.new_empty(len(scores), dtype=torch.bool),
+        scores.new_empty(len(scores), dtype=torch.float64),
+        scores.new_empty(len(scores) if others[-1] else 0, dtype=torch.float64),  # with_variance
     ),
-    saved=lambda inputs, outputs: ((outputs[0], *outputs[2:]), ()),
-    backward=_scaled,
+    saved=lambda inputs, outputs: (outputs[:2], ()),
+    backward=lambda grad, _, gradient: (scaled(gradient.t(), grad).t(),),
 )

@@ -67,6 +67,14 @@ def chunks_of_pairs(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
     return slices
 
 
+def places_of(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a mask (C, M) are, (C, width) with padding, and the mask of those without padding."""
+    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
+    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
+    return index, torch.arange(width, device=mask.device)[None] < count[:, None]
+
+
 def sigmoid_and_slope(difference: Tensor) -> tuple[Tensor, Tensor]:
     """Return s(d) and s'(d) = s(d) s(-d), exact to rounding in both tails; ``difference`` is overwritten.
 

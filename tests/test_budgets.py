@@ -37,7 +37,7 @@ LIMITS = {
     "Recall": (1, 80),
     "pAUC, trapezoid": (1, 110),
     "pAUC, pairwise": (3, 200),
-    "pAUC, dro": (2, 220),
+    "pAUC, dro": (1, 200),
     "softmax focal": (1, 60),
     "over ranks: SmoothAP": (1, 60),
     "over ranks: SmoothAP of few rows, queue of 1,024": (1, 60),

@@ -1,4 +1,4 @@
-"""The passes over rows and pairs of Smooth-AP and of NDCG in C. Without the library, torch computes them.
+"""The passes over rows and pairs of Smooth-AP, NDCG and soft maxima in C. Without the library, torch computes them.
 
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
@@ -60,6 +60,7 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
             "smooth_ap": [*[_POINTER] * 5, *[_NUMBER] * 3, _DOUBLE, *[_POINTER] * 3],
             "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "ndcg": [*[_POINTER] * 5, _NUMBER, _DOUBLE, *[_NUMBER] * 3, *[_POINTER] * 2],
+            "soft_maximum": [*[_POINTER] * 8, _NUMBER, _NUMBER, _DOUBLE, _NUMBER, *[_POINTER] * 5],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 4],
             "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER, _DOUBLE, *[_POINTER] * 4],
@@ -84,7 +85,7 @@ def _warn_if_missing() -> None:
     path = _path()
     if path is not None and not path.exists():
         fix = "Install a wheel, or install again with a C compiler. FULLRANK_NATIVE=0 on all ranks turns this off."
-        words = Words("none, so torch computes the same, three to seven times as long")
+        words = Words("none, so torch computes the same, two to seven times as long")
         warn(expected("kernels/native/sums.library", "the library in C", words, fix))
 
 
@@ -263,6 +264,46 @@ def ndcg(
     numbers = len(scores), temperature, sys.maxsize if top is None else min(top, sys.maxsize), is_mean, most
     out = loss.data_ptr(), None if gradient is None else gradient.data_ptr()
     return (loss, gradient) if FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
+
+
+def soft_maximum(
+    scores: Tensor,
+    positive: Tensor,
+    member: Tensor | None,
+    iid: Tensor | None,
+    live: Tensor | None,
+    weight: Tensor | None,
+    key_weight: Tensor | None,
+    scales: Tensor | None,
+    budget: float,
+    power: int,
+    with_grad: bool,
+    with_variance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """Return the loss (C,), its gradient (C, M), the validity, lambda and the variance of the losses (C,), or None.
+
+    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses. The arguments
+    are those of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient`, with ``power`` = 1 / lambda, 0 to find it.
+    """
+    if scores.dtype not in FUNCTIONS and not is_usable(scores):  # which warns
+        return None
+    (num_classes, num_rows), dtype, held, rows = scores.shape, scores.dtype, [], []
+    given = scores, positive, member, iid, live, weight, key_weight, scales
+    shapes = *[scores.shape] * 3, *[(num_rows,)] * 4, (num_classes,)
+    dtypes = dtype, *[torch.bool] * 4, dtype, dtype, torch.float64
+    try:
+        for tensor, kind, shape in zip(given, dtypes, shapes):
+            held.append(None if tensor is None else tensor.contiguous())
+            rows.append(None if tensor is None else _address(held[-1], kind, shape))
+    except _Refused:
+        return None
+    loss, tilts = (scores.new_empty(num_classes, dtype=torch.float64) for _ in range(2))
+    variance = scores.new_empty(num_classes if with_variance else 0, dtype=torch.float64)
+    valid = scores.new_empty(num_classes, dtype=torch.bool)
+    gradient = scores.new_empty(scores.shape if with_grad else 0)
+    made = [variance.data_ptr() if with_variance else None, gradient.data_ptr() if with_grad else None]
+    numbers, out = (num_classes, num_rows, budget, power), (loss.data_ptr(), valid.data_ptr(), tilts.data_ptr(), *made)
+    return (loss, gradient, valid, tilts, variance) if FUNCTIONS[dtype]["soft_maximum"](*rows, *numbers, *out) else None
 
 
 def moments(

@@ -1,4 +1,4 @@
-// The passes of Smooth-AP over pairs and rows, called through ctypes: libc alone, no ABI of torch or of Python.
+// The passes of the ranking losses over pairs and rows, called through ctypes: libc alone, no ABI of torch or of Python.
 //
 // smooth_ap:
 //   scores, positive, member  (classes, rows); member may be NULL for all rows
@@ -30,6 +30,17 @@
 //   loss, gradient            (1) and (rows), written; gradient NULL for the loss alone
 //   returns 1, or 0 if torch must compute it: queries that are not sorted, a gain below 0, scores further apart than
 //   WIDEST, gains whose sum is not finite, too many pairs, and what smooth_ap refuses
+//
+// soft_maximum: the mean over the positives of their soft maximum over the negatives, and its gradient
+//   scores, positive, member  as for smooth_ap
+//   iid, live                 (rows); the negatives and the positives that count, NULL for all
+//   weight, key_weight        (rows), as for smooth_ap, or NULL for 1
+//   scales                    (classes), of the differences of scores; NULL for 1
+//   budget, power             1 / lambda is found from the budget, > 0 and <= 1, where power is 0
+//   loss, valid, tilts        (classes), written; tilts are the lambda, 1 where the class is not valid
+//   spreads                   (classes), written: the variance of the losses of the positives; NULL for none
+//   gradient                  (classes, rows), written; NULL for the loss alone
+//   returns 1, or 0 if torch must compute it: scores that are not finite, other scales, budgets and powers
 //
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 //   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
@@ -68,15 +79,16 @@
 
 #define LN2 0.69314718055994530942
 
-// The binary logarithm of a number >= 1, from the series of atanh around a power of two.
+// The binary logarithm of a normal number > 0, from the series of atanh around a power of two.
 INLINE double binary_logarithm(double number) {
-  union { double number; int64_t bits; } x = {number}, root = {0.70710678118654752440};
-  const int64_t power = (x.bits - root.bits) >> 52;
-  x.bits -= power << 52;
+  union { double number; uint64_t bits; } x = {number}, root = {0.70710678118654752440}, power = {4503599627370496.0};
+  const uint64_t biased = (x.bits - root.bits + ((uint64_t)1023 << 52)) >> 52;
+  x.bits -= (biased - 1023) << 52;
+  power.bits |= biased;  // 2^52 + biased
   const double ratio = (x.number - 1) / (x.number + 1), square = ratio * ratio;
   double series = 1. / 23;
   for (int k = 21; k > 0; k -= 2) series = series * square + 1. / k;
-  return (double)power + ratio * series * (2 / LN2);
+  return power.number - (4503599627370496.0 + 1023) + ratio * series * (2 / LN2);
 }
 
 // Sort the numbers in descending order.
@@ -124,3 +136,15 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
                                         1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
 #include "pairs.inc"
 #include "bins.inc"
+#undef TYPE
+#undef REAL
+
+#include "soft_maximum.inc"
+#define TYPE float32
+#define REAL float
+#include "soft_maximum.inc"
+#undef TYPE
+#undef REAL
+#define TYPE float64
+#define REAL double
+#include "soft_maximum.inc"

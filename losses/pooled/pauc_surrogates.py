@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...errors import check_choice, check_number, check_positive, expected, of_percent
 from ...kernels.below_levels import Carriers, below_levels, shares_below
-from ...kernels.entropic_risk import entropic_risk, tilts_of_budget
+from ...kernels.pairs import places_of
 from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ...kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..rows import has_values
 from .pool import PerClass, Pool, positive_shares, propagate_nan
+from .soft_maximum import soft_maximum
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]
 TauScale = Literal["iqr", "band"]
@@ -107,13 +108,13 @@ class MissedArea(NamedTuple):
     per_class: PerClass
     flat: Tensor | None  # [C] bool: the class has positives and reference rows, but their scores do not differ
     stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
-    tilts: Tensor | None = None  # [C] the lambda of each class, under "dro"
+    tilts: Tensor | None = None  # [C] float64, the lambda of each class, under "dro"
 
 
 class Thresholds(NamedTuple):
     """The thresholds of each class and its temperature, all detached."""
 
-    edges: Levels | None  # [C, E] the upper edge of the band, further knots, the lower edge; None if none is needed
+    edges: Levels  # [C, E] the upper edge of the band, further knots, the lower edge
     tau: Tensor  # [C], 1 where the scale gives no temperature
     resolved: Tensor  # [C] bool: the class has reference rows, and their scale gives a temperature
     has_reference: Tensor  # [C] bool: the class has reference rows
@@ -121,66 +122,73 @@ class Thresholds(NamedTuple):
 
 def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> MissedArea:
     """Return the loss of each class of ``pool``, with diagnostics if ``with_stats``."""
-    negative, iid = pool.negative, pool.iid
-    iid_negative = negative if iid is None else negative & iid
-    by_rate = area.budget_basis == "fpr"
-    reference = iid_negative if by_rate else pool.everyone if iid is None else pool.everyone & iid
-    thresholds = _thresholds(pool, reference, area, temperature, with_stats)
+    if area.surrogate == "dro":
+        return _soft_area(pool, area, with_stats)
+    negative, reference = pool.negative, _reference(pool, area)
+    thresholds = _thresholds(pool, reference, area, temperature)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
     valid = has_positive & thresholds.resolved
-    if not by_rate:
+    if area.budget_basis != "fpr":
         valid = valid & negative.any(dim=1)
-    flat = None
-    if area.scale is not None:
-        # The scale between two equal infinities is NaN, which must not reach an invalid class.
-        thresholds = thresholds._replace(tau=thresholds.tau.masked_fill(~valid, 1.0))
-        flat = has_positive & (thresholds.has_reference ^ thresholds.resolved)
-    tilts: Tensor | None = None
+    # The scale between two equal infinities is NaN, which must not reach an invalid class.
+    thresholds = thresholds._replace(tau=thresholds.tau.masked_fill(~valid, 1.0))
+    flat = has_positive & (thresholds.has_reference ^ thresholds.resolved)
     if area.surrogate == "trapezoid":
-        assert thresholds.edges is not None
         knots, weights, share = thresholds.edges.where(valid), trapezoid_rule(area.n_knots), share * valid[:, None]
         carriers = Carriers(reference, pool.live, pool.key_weight) if area.threshold_gradient else None
         losses = below_levels(pool.scores, share, knots, weights, thresholds.tau, carriers)
         missed = shares_below(pool.scores, knots, weights, thresholds.tau) if with_stats else losses
     else:
-        rivals = iid_negative if area.surrogate == "dro" else _in_band(pool, negative, thresholds)
-        if not (by_rate and area.surrogate == "dro"):  # there the rivals are the reference, which `valid` requires
-            valid = valid & rivals.any(dim=1)
-        sizes = None  # of numerator and rivals, where the host knows them
-        if pool.num_positive is not None and pool.live is pool.iid is pool.member is None and area.surrogate == "dro":
-            sizes = pool.num_positive, pool.scores.shape[1] - pool.num_positive
-        pairs = _compact(pool.scores, numerator, share, rivals, pool.key_weight, sizes)
+        rivals = _in_band(pool, negative, thresholds)
+        valid = valid & rivals.any(dim=1)
+        pairs = _compact(pool.scores, numerator, share, rivals, pool.key_weight)
         pairs = _filled(pairs, thresholds, valid)
-        share = pairs.share
-        if area.surrogate == "dro":
-            losses, missed, tilts = _soft_maximum(pairs, area, thresholds.tau, valid)
-        else:
-            missed = _mean_over_rivals(pairs, thresholds.tau)
-            losses = (missed * share).sum(dim=1)
-        losses = propagate_nan(losses * valid, pool)
+        share, missed = pairs.share, _mean_over_rivals(pairs, thresholds.tau)
+        losses = propagate_nan((missed * share).sum(dim=1) * valid, pool)
     stats = None
     if with_stats:
         missed = torch.where(share > 0, missed.detach(), 0.0)
         mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives
         variance = ((missed - mean) ** 2 * share).sum(dim=1)
-        counted = _in_band(pool, negative, thresholds) & iid_negative
-        stats = _stats_of(thresholds, valid, variance, counted, live)
-    return MissedArea(PerClass(losses, valid), flat, stats, tilts)
+        stats = _stats_of(pool, thresholds, valid, variance)
+    return MissedArea(PerClass(losses, valid), flat, stats)
 
 
-def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float, with_stats: bool) -> Thresholds:
-    """Return the thresholds of the scores of ``reference`` (C, M), with the band edges if ``with_stats``."""
-    has_reference, fractions = reference.any(dim=1), fractions_of(area, with_stats)
-    if not fractions:
-        ones = torch.ones(has_reference.shape, dtype=pool.scores.dtype, device=pool.scores.device)
-        return Thresholds(None, ones, has_reference, has_reference)
+def _soft_area(pool: Pool, area: PartialArea, with_stats: bool) -> MissedArea:
+    """Return the same for ``"dro"``, which needs no threshold unless it is scaled by one or reports them."""
+    live = pool.live if area.pos_numerator == "live" else None
+    thresholds, scales, flat, stats = None, None, None, None
+    if area.scale is not None or with_stats:
+        thresholds = _thresholds(pool, _reference(pool, area), area, 1.0)
+        scales = None if area.scale is None else thresholds.tau.double()
+    found = soft_maximum(pool, area.beta, pool.iid, live, scales, area.dro_lambda, with_stats)
+    values, valid = found.per_class
+    if thresholds is not None and scales is not None:
+        numerator = pool.positive if live is None else pool.positive & live
+        flat = positive_shares(pool, numerator)[1] & (thresholds.has_reference ^ thresholds.resolved)
+        values = values.masked_fill(~(thresholds.resolved | values.isnan()), 0.0)
+        valid = valid & thresholds.resolved
+    if thresholds is not None and with_stats:
+        stats = _stats_of(pool, thresholds, valid, found.variance)
+    return MissedArea(PerClass(values, valid), flat, stats, found.tilts)
+
+
+def _reference(pool: Pool, area: PartialArea) -> Tensor:
+    """Return the rows whose scores set thresholds, (C, M) bool."""
+    rows = pool.negative if area.budget_basis == "fpr" else pool.everyone
+    return rows if pool.iid is None else rows & pool.iid
+
+
+def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float) -> Thresholds:
+    """Return the thresholds of the scores of ``reference`` (C, M)."""
     num_reference = None  # where the host knows it
     if pool.num_positive is not None and pool.iid is None and pool.member is None:
         num_reference = pool.scores.shape[1] - (pool.num_positive if area.budget_basis == "fpr" else 0)
     rule = area.quantile_interpolation, num_reference, pool.key_weight
-    return thresholds_of(upper_levels(pool.scores, reference, fractions, *rule), area, temperature, has_reference)
+    levels = upper_levels(pool.scores, reference, fractions_of(area), *rule)
+    return thresholds_of(levels, area, temperature, reference.any(dim=1))
 
 
 class _Pairs(NamedTuple):
@@ -197,24 +205,13 @@ class _Pairs(NamedTuple):
 def _filled(pairs: _Pairs, thresholds: Thresholds, valid: Tensor) -> _Pairs:
     """Return the pairs with values that have no effect in the padding and in classes that are not ``valid``."""
     mask, positives, share, inside, rivals, mass = pairs
-    filling: Tensor | float = 0.0 if thresholds.edges is None else _filling(thresholds, valid)
+    filling = _filling(thresholds, valid)
     kept = valid[:, None]
     positives = torch.where(kept if mask is None else mask & kept, positives, filling)
     rivals = torch.where(kept if inside is None else inside & kept, rivals, filling)
     share = share if mask is None else share * mask
     mass = None if mass is None else torch.where(kept, mass, 1.0)
     return _Pairs(mask, positives, share, inside, rivals, mass)
-
-
-def _soft_maximum(pairs: _Pairs, area: PartialArea, tau: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of each class (C,), of each positive (C, P), and the lambda of each class (C,)."""
-    _, positives, share, inside, rivals, mass = pairs
-    counted = torch.ones_like(rivals, dtype=torch.bool) if inside is None else inside | ~valid[:, None]
-    if area.dro_lambda is None:
-        tilts = tilts_of_budget(positives, share, rivals, counted, tau, area.beta, mass)
-    else:
-        tilts = torch.full((len(positives),), area.dro_lambda, dtype=torch.float64, device="cpu")
-    return *entropic_risk(positives, rivals, counted, tau, tilts, share, mass), tilts
 
 
 def _mean_over_rivals(pairs: _Pairs, tau: Tensor) -> Tensor:
@@ -229,12 +226,11 @@ def _mean_over_rivals(pairs: _Pairs, tau: Tensor) -> Tensor:
     return sigmoid_sums_of_classes(pairs.positives, rivals, part[:, :, None], tau).squeeze(2)
 
 
-def _stats_of(
-    thresholds: Thresholds, valid: Tensor, variance: Tensor, in_band: Tensor, live: Tensor
-) -> dict[str, Tensor]:
-    """Return the diagnostics of each class, see :class:`MissedArea`; ``in_band`` and ``live`` (C, M) are counted."""
-    assert thresholds.edges is not None
-    ends = thresholds.edges.value
+def _stats_of(pool: Pool, thresholds: Thresholds, valid: Tensor, variance: Tensor) -> dict[str, Tensor]:
+    """Return the diagnostics of each class, see :class:`MissedArea`."""
+    ends, negative = thresholds.edges.value, pool.negative
+    in_band = _in_band(pool, negative, thresholds) & (negative if pool.iid is None else negative & pool.iid)
+    live = pool.positive if pool.live is None else pool.positive & pool.live
     floats = {"t_alpha": ends[:, 0], "t_beta": ends[:, -1], "tau_eff": thresholds.tau, "pauc_var": variance.to(ends)}
     counts = {"band_neg_count": in_band.sum(dim=1), "grad_pos_count": live.sum(dim=1)}
     stats = {name: torch.where(valid, value, torch.full_like(value, torch.nan)) for name, value in floats.items()}
@@ -247,14 +243,12 @@ def trapezoid_rule(num_knots: int) -> list[float]:
     return [step / 2, *[step] * (num_knots - 2), step / 2]
 
 
-def fractions_of(area: PartialArea, with_stats: bool = False) -> list[float]:
+def fractions_of(area: PartialArea) -> list[float]:
     """Return the fractions of the quantiles that :func:`thresholds_of` takes."""
-    fractions = []
-    if area.surrogate != "dro" or area.scale == "band" or with_stats:
-        # Equally spaced rates. The first and the last are the band edges to the last bit.
-        steps = area.n_knots - 1 if area.surrogate == "trapezoid" else 1
-        inner = [area.alpha + (area.beta - area.alpha) * k / steps for k in range(1, steps)]
-        fractions = [area.alpha, *inner, area.beta]
+    # Equally spaced rates. The first and the last are the band edges to the last bit.
+    steps = area.n_knots - 1 if area.surrogate == "trapezoid" else 1
+    inner = [area.alpha + (area.beta - area.alpha) * k / steps for k in range(1, steps)]
+    fractions = [area.alpha, *inner, area.beta]
     return [*fractions, 0.25, 0.75] if area.scale == "iqr" else fractions
 
 
@@ -266,7 +260,7 @@ def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_ref
     levels = levels.where(has_reference)
     num_edges = levels.base.shape[1] - (2 if area.scale == "iqr" else 0)
     ones = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)
-    edges = levels.take(slice(0, num_edges)) if num_edges else None
+    edges = levels.take(slice(0, num_edges))
     if area.scale is None:
         return Thresholds(edges, ones, has_reference, has_reference)
     upper, lower = (num_edges, num_edges + 1) if area.scale == "iqr" else (0, num_edges - 1)
@@ -280,54 +274,36 @@ def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_ref
 
 def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
     """Return the negatives between the edges of the band, both ends included, (C, M) bool."""
-    assert thresholds.edges is not None
     at_least_beta, _ = thresholds.edges.take(slice(-1, None)).compare(pool.scores)
     _, at_most_alpha = thresholds.edges.take(0).compare(pool.scores)
     return negative & at_least_beta & at_most_alpha
 
 
-def _compact(
-    scores: Tensor,
-    numerator: Tensor,
-    share: Tensor,
-    rivals: Tensor,
-    weight: Tensor | None,
-    sizes: Sequence[int] | None,
-) -> _Pairs:
+def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None) -> _Pairs:
     """Return the positives in ``numerator`` with their share, and the rivals with their weight.
 
-    P and K are the largest numbers of entries of any class, ``sizes`` if the host knows them. Else both are read at
-    once, so the device is waited for once. Where values cannot be read, as while compiling, the masks are those passed,
-    (C, M), with all scores.
+    P and K are the largest numbers of entries of any class, read at once, so the device is waited for once. Where
+    values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
     """
     if scores.shape[0] == 0 or not has_values(numerator):
         mass = None if weight is None else weight.expand_as(scores)
         return _Pairs(numerator, scores, share, rivals, scores, mass)
-    counts = [mask.sum(dim=1) for mask in (numerator, rivals)] if sizes is None else []  # [C] each
-    sizes = torch.stack([count.max() for count in counts]).tolist() if sizes is None else sizes
+    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
+    sizes = torch.stack([count.max() for count in counts]).tolist()
     if scores.shape[0] == 1:
         both = torch.cat([numerator[0], rivals[0]])
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
         mass = None if weight is None else weight[rows[sizes[0] :]][None]
         return _Pairs(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
-    (index, mask), (rival_index, inside) = (_places(*group) for group in zip((numerator, rivals), counts, sizes))
+    (index, mask), (rival_index, inside) = (places_of(*group) for group in zip((numerator, rivals), counts, sizes))
     mass = None if weight is None else weight[rival_index]
     queries, points = scores.gather(1, index), scores.gather(1, rival_index)
     return _Pairs(mask, queries, share.gather(1, index), inside, points, mass)
 
 
-def _places(mask: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return where the entries of a mask (C, M) are, (C, width) with padding, and the mask of those without padding."""
-    slot = torch.where(mask, mask.cumsum(dim=1) - 1, width)
-    rows = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    index = rows.new_zeros(mask.shape[0], width + 1).scatter_(1, slot, rows)[:, :width]
-    return index, torch.arange(width, device=mask.device)[None] < count[:, None]
-
-
 def _filling(thresholds: Thresholds, valid: Tensor) -> Tensor:
     """Return (C, 1) the lower edge of the band, a score that neither widens the range of the scores nor gives NaN."""
-    assert thresholds.edges is not None
     lowest = thresholds.edges.base[:, -1:]
     is_finite = lowest - lowest == 0  # isfinite takes four operators
     return torch.where(is_finite & valid[:, None], lowest, 0.0)

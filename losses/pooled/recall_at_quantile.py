@@ -13,7 +13,7 @@ from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
 from .base import PoolOptions, RankingLoss
 from .hints import Setting, few_rows
-from .pauc_surrogates import TEMPERATURE, PartialArea, check_used, missed_area
+from .pauc_surrogates import PartialArea, check_used
 from .pool import (
     PerClass,
     Pool,
@@ -24,6 +24,7 @@ from .pool import (
     positive_shares,
     reduce_values,
 )
+from .soft_maximum import soft_maximum
 
 Surrogate = Literal["dro", "sigmoid"]
 _SURROGATES = (None, *get_args(Surrogate))
@@ -116,17 +117,11 @@ def recall_at_quantile(
     )
     form = _checked_form(surrogate, quantile, temperature, quantile_interpolation, threshold_gradient)
     if form == "dro":
-        per_class = _soft_maximum(pool, quantile)
+        per_class = soft_maximum(pool, quantile).per_class
     else:
         pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
         per_class = _missed(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
     return reduce_values(per_class, reduction, pool.scores.dtype)
-
-
-def _form(surrogate: str | None, **arguments: object) -> str:
-    """Return the surrogate; None is that which uses the ``arguments``, those of ``_USED_BY``."""
-    is_used = any(arguments[name] != default for name, (_, default) in _USED_BY.items())
-    return surrogate or ("sigmoid" if is_used else "dro")
 
 
 def _checked_form(
@@ -138,15 +133,15 @@ def _checked_form(
     check_choice("surrogate", surrogate, _SURROGATES)
     used: dict[str, object] = {"temperature": temperature, "quantile_interpolation": interpolation}
     used["threshold_gradient"] = threshold_gradient
-    form = _form(surrogate, **used)
+    form = _form(surrogate, temperature, interpolation, threshold_gradient)
     check_used(form, used, _USED_BY)
     return form
 
 
-def _soft_maximum(pool: Pool, quantile: float) -> PerClass:
-    """Return for each class the mean over its positives of the soft maximum over its negatives."""
-    pool.iid = None  # the mask has no effect on recall
-    return missed_area(pool, PartialArea(beta=quantile), TEMPERATURE, with_stats=False).per_class
+def _form(surrogate: str | None, temperature: float | None, interpolation: str, threshold_gradient: bool) -> str:
+    """Return the surrogate; None is the one that uses the arguments which are not at their defaults."""
+    is_plain = temperature is None and interpolation == "higher" and threshold_gradient
+    return surrogate or ("dro" if is_plain else "sigmoid")
 
 
 def _missed(pool: Pool, quantile: float, temperature: float, interpolation: str, threshold_gradient: bool) -> PerClass:
@@ -211,12 +206,12 @@ class RecallAtQuantileLoss(RankingLoss):
     @property
     def form(self) -> str:
         """The surrogate of the next call: ``surrogate``, or that which uses the arguments that were given."""
-        return self.surrogate or _form(None, **{name: getattr(self, name) for name in _USED_BY})
+        return _form(self.surrogate, self.temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class."""
         if self.form == "dro":
-            return _soft_maximum(pool, self.quantile)
+            return soft_maximum(pool, self.quantile).per_class
         pool, temperature = self._at_temperature(pool)
         return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 

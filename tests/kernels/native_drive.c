@@ -136,6 +136,38 @@ static void NAMED(run)(int64_t call) {
   }
   free(weight), free(key_weight), free(gradient);
 
+  // The soft maximum of a budget. Each loss is at least 0, and may be infinite next to the largest numbers.
+  uint8_t *iid = draw() % 2 ? array(rows) : 0, *live = draw() % 2 ? array(rows) : 0;
+  for (int64_t j = 0; j < rows; ++j) {
+    if (iid) iid[j] = uniform() < 0.7 ? true_byte : 0;
+    if (live) live[j] = uniform() < 0.7 ? true_byte : 0;
+  }
+  weight = draw() % 3 ? array(rows * sizeof(REAL)) : 0;
+  for (int64_t j = 0; weight && j < rows; ++j) weight[j] = (REAL)(uniform() < 0.3 ? 0 : uniform() * PICK(double, 1, 1e-30, 1e30));
+  key_weight = NAMED(key_weights)(rows);
+  double *scales = draw() % 2 ? array(classes * sizeof(double)) : 0, *tilts = array(classes * sizeof(double));
+  double* spreads = draw() % 2 ? array(classes * sizeof(double)) : 0;
+  for (int64_t c = 0; scales && c < classes; ++c) scales[c] = (1e-12 + uniform()) * PICK(double, 1, 1, 1e3);
+  const int has_bad_scale = scales && draw() % 8 == 0;
+  if (has_bad_scale) scales[draw() % classes] = PICK(double, 0, -1, NAN, INFINITY, 1e-31);
+  const double budget = PICK(double, 0.005, 0.05, 0.3, 1, 1e-300);
+  const int64_t power = PICK(int64_t, 0, 0, 0, 1, 2, 12, 100);
+  gradient = draw() % 3 ? array(size * sizeof(REAL)) : 0;
+  is_computed = NAMED(soft_maximum)(scores, positive, member, iid, live, weight, key_weight, scales, classes, rows, budget, power, loss, valid,
+                                    tilts, spreads, gradient);
+  require(!(is_computed && (odd < 3 || has_bad_scale)), "scores or scales of a soft maximum", call);
+  add(&is_computed, sizeof(is_computed));
+  for (int64_t c = 0; is_computed && c < classes; ++c) {
+    require(loss[c] >= 0 && tilts[c] > 0 && tilts[c] <= 1, "a soft maximum", call);
+    if (spreads && loss[c] < INFINITY) add(spreads + c, sizeof(double));
+  }
+  if (is_computed) {
+    for (int64_t i = 0; gradient && i < size; ++i) require(isfinite((double)gradient[i]), "the gradient of a soft maximum", call);
+    add(loss, classes * sizeof(double)), add(tilts, classes * sizeof(double)), add(valid, classes);
+    if (gradient) add(gradient, size * sizeof(REAL));
+  }
+  free(weight), free(key_weight), free(gradient), free(iid), free(live), free(scales), free(tilts), free(spreads);
+
   // NDCG of sorted queries; gains only of members.
   double* gains = array(size * sizeof(double));
   double* of_queries = draw() % 2 ? 0 : array(size * sizeof(double));
@@ -213,6 +245,13 @@ static void NAMED(refusals)(void) {
     const int is_usual = NAMED(smooth_ap_of_rows)(&score, &target, 0, 0, 1, 1, -100, &one, temperatures[i], INT64_MAX, &loss, &valid, 0);
     require(temperatures[i] > 0 ? !is_usual : 1, "a multiple", i);
   }
+  for (unsigned i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i)
+    require(!NAMED(soft_maximum)(&score, &positive, 0, 0, 0, 0, 0, 0, sizes[i][1], sizes[i][0], 1, 1, &loss, &valid, table, 0, 0), "sizes", i);
+  const double budgets[] = {0, -1, NAN, 1.5, INFINITY};
+  for (unsigned i = 0; i < sizeof(budgets) / sizeof(double); ++i)
+    require(!NAMED(soft_maximum)(&score, &positive, 0, 0, 0, 0, 0, 0, 1, 1, budgets[i], 0, &loss, &valid, table, 0, 0), "a budget", i);
+  for (int64_t power = -1; power <= 101; power += 102)
+    require(!NAMED(soft_maximum)(&score, &positive, 0, 0, 0, 0, 0, 0, 1, 1, 1, power, &loss, &valid, table, 0, 0), "a power", power);
   require(!NAMED(ndcg)(&score, &good, 0, 0, 0, 0, 1, 1, 1, 9, &loss, 0), "no rows of queries", 0);
   require(!NAMED(ndcg)(&score, &good, 0, 0, 0, (int64_t)1 << 31, 1, 1, 1, 9, &loss, 0), "rows of queries", 0);
   require(!NAMED(ndcg)(&score, &good, 0, 0, 0, 1, NAN, 1, 1, 9, &loss, 0), "a temperature of queries", 0);

@@ -1,9 +1,10 @@
-"""Smooth-AP in C: equal to the definition and to torch, for any layout of its arguments; what it leaves to torch."""
+"""The kernels in C: equal to the definition and to torch, for any layout of its arguments; what it leaves to torch."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import shutil
 import subprocess
 import sys
@@ -441,6 +442,14 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
         if kind != "sparse" and not of_the_scores and (tensor.is_floating_point() or kind != "negative bit"):
             spoiled = *graded[:place], changed(tensor), *graded[place + 1 :]
             assert native.ndcg(*spoiled, *of_graded) is None
+    risk = scores, positive, member, member[0], positive[0], weight, weight, first.double() + 1
+    assert native.soft_maximum(*risk, 0.1, 0, True, True) is not None
+    for place, tensor in enumerate(risk):
+        is_a_class = tensor.ndim == 2 or len(tensor) == 1  # whose last row, or itself, would be left out
+        skipped = (kind == "sparse", kind == "negative bit" and tensor.dtype == torch.bool)
+        if not (any(skipped) or (not place and kind in ("fewer rows", "another dtype"))):
+            spoiled = changed(tensor.t()).t() if kind == "fewer rows" and is_a_class and place else changed(tensor)
+            assert native.soft_maximum(*risk[:place], spoiled, *risk[place + 1 :], 0.1, 0, True, True) is None
     if kind != "fewer rows":
         of_rows = changed(weight[None])
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
@@ -492,6 +501,29 @@ def test_weights_of_rows_and_of_classes(dtype: torch.dtype) -> None:
     for key_weight in of_rows[1], of_classes[1]:
         given = scores, positive, member, None, 0.1, True, key_weight
         assert all(map(torch.equal, native.smooth_ap(*given), native.smooth_ap(*given[:-1], of_rows[1])))
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_soft_maximum_leaves_to_torch_what_is_not_usual(dtype: torch.dtype) -> None:
+    """And reads columns of any layout; each row of the table has its control above it."""
+    scores, positive, member = rows(3, 60, dtype)
+    rest, scales = (0.1, 0, True, True), torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    given = scores, positive, member, member[0], positive[0], scores[0].abs() + 1, scores[0].abs() + 1, scales
+    expected = native.soft_maximum(*given, *rest)
+    spread = [None if tensor is None else tensor.repeat_interleave(2, dim=-1)[..., ::2] for tensor in given]
+    assert all(map(torch.equal, native.soft_maximum(*spread, *rest), expected))
+    without = native.soft_maximum(*given, 0.1, 0, False, False)
+    assert torch.equal(without[0], expected[0])
+    assert without[1].numel() == without[4].numel() == 0
+    for value in (math.inf, -math.inf, math.nan):
+        for place, column in ((0, scores), (7, scales)):
+            spoiled = column.clone()
+            spoiled.view(-1)[1] = value
+            assert native.soft_maximum(*given[:place], spoiled, *given[place + 1 :], *rest) is None
+    for budget, power in ((0.0, 0), (1.1, 0), (math.nan, 0), (0.1, -1), (0.1, 101)):
+        assert native.soft_maximum(*given, budget, power, True, True) is None
+    assert native.soft_maximum(scores.half(), *given[1:], *rest) is None
 
 
 @pytest.mark.parametrize("num_rows", [40, 5000, 40_000])

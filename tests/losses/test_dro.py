@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss
-from fullrank.kernels import entropic_risk
+from fullrank.kernels import entropic_risk, native
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget
 
@@ -25,6 +25,21 @@ BAND = 0.7  # the rate to which the scale "band" reaches
 def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -> Tensor:
     """Return the loss of the pure function."""
     return pauc_at_budget(logits, targets, surrogate="dro", dro_lambda=tilt, **options)
+
+
+FORMS = ["c", "powers", "pairs"]
+of_forms = pytest.mark.parametrize("form", FORMS)
+
+
+def take(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let C compute the loss, or torch by powers, or torch by pairs where a lambda is given."""
+    if form == "c" and not native.FUNCTIONS:
+        pytest.skip("the extension was not built")
+    monkeypatch.setattr(native, "FUNCTIONS", FUNCTIONS if form == "c" else {})
+    monkeypatch.setattr(entropic_risk, "MOST_POWERS", 0 if form == "pairs" else 100)
+
+
+FUNCTIONS = native.FUNCTIONS
 
 
 def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
@@ -112,28 +127,28 @@ def test_the_share_that_counts_is_the_budget() -> None:
     assert [module.current_hardness for module in ends] == [1 / 12, 1.0]
 
 
-def test_each_class_has_a_hardness_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it has alone, also where powers are summed with another m in each class."""
+@pytest.mark.parametrize("form", ["c", "powers"])
+def test_each_class_has_a_hardness_of_its_own(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it has alone."""
+    take(form, monkeypatch)
     rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
     logits = rows.logits * torch.tensor([0.3, 1.0, 9.0])
     # The most frequent class has the fewest negatives, and padding at 0, which is above them, as one positive is.
     logits -= 100.0
     rows.targets[:90], logits[0, 0] = 0, -60.0
     module = PAUCAtBudgetLoss(3, beta=0.1)
-    for power in (math.inf, -math.inf):
-        monkeypatch.setattr(entropic_risk, "POWER", power)
-        gradient = cases.step(module, logits, rows.targets, sample_weight=rows.sample_weight)[1]
-        hardness = module.current_hardness
-        assert len(set(hardness)) == 3
-        alone = torch.zeros_like(gradient)
-        for c, each in enumerate(hardness):
-            targets = torch.where(rows.targets < 0, rows.targets, (rows.targets == c).long())
-            single = PAUCAtBudgetLoss(1, beta=0.1)
-            alone[:, c] = cases.step(single, logits[:, c], targets, sample_weight=rows.sample_weight)[1] / 3
-            assert single.current_hardness == each
-            other = with_gradient(logits[:, c], targets, 1.1 * each, sample_weight=rows.sample_weight)[1] / 3
-            assert (gradient[:, c] - other).norm() > 1e-4 * other.norm()  # a control
-        assert_close(gradient, alone, **EXACT)
+    gradient = cases.step(module, logits, rows.targets, sample_weight=rows.sample_weight)[1]
+    hardness = module.current_hardness
+    assert len(set(hardness)) == 3
+    alone = torch.zeros_like(gradient)
+    for c, each in enumerate(hardness):
+        targets = torch.where(rows.targets < 0, rows.targets, (rows.targets == c).long())
+        single = PAUCAtBudgetLoss(1, beta=0.1)
+        alone[:, c] = cases.step(single, logits[:, c], targets, sample_weight=rows.sample_weight)[1] / 3
+        assert single.current_hardness == each
+        other = with_gradient(logits[:, c], targets, 1.1 * each, sample_weight=rows.sample_weight)[1] / 3
+        assert (gradient[:, c] - other).norm() > 1e-4 * other.norm()  # a control
+    assert_close(gradient, alone, **EXACT)
 
 
 def test_tied_negatives_at_the_top_are_all_that_can_count() -> None:
@@ -160,36 +175,98 @@ def test_a_score_far_away_does_not_decide(value: float) -> None:
     assert found[0] == found[1] < 1
 
 
+@pytest.mark.parametrize("tilt", [0.3, 0.25])
 @pytest.mark.parametrize("limit", [1, 40, 10**6])
-def test_chunks_of_pairs(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    rows = INPUTS["classes"].rows(weighted=True)
-    expected = with_gradient(rows.logits, rows.targets, 0.3)
-    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=limit))
-    assert_close(with_gradient(rows.logits, rows.targets, 0.3), expected, **EXACT)
+def test_chunks_of_pairs_and_blocks_of_powers(monkeypatch: pytest.MonkeyPatch, limit: int, tilt: float) -> None:
+    take("powers", monkeypatch)
+    rows, module = INPUTS["classes"].rows(weighted=True), PAUCAtBudgetLoss(3, beta=0.1)
+    given = {"sample_weight": rows.sample_weight}
+    expected, hardness = with_gradient(rows.logits, rows.targets, tilt), None
+    for most in (10**6, limit):
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=most, rows_at_once=most))
+        assert_close(with_gradient(rows.logits, rows.targets, tilt), expected, **EXACT)
+        module(rows.logits, rows.targets, **given)
+        assert hardness in (None, module.current_hardness)
+        hardness = module.current_hardness
+
+
+def by_definition(
+    scores: Tensor, positive: Tensor, mass: Tensor, budget: float, tilt: float | None
+) -> tuple[Tensor, float]:
+    """Return the loss of one class, pair by pair, and lambda; a negative of mass k stands for k of them."""
+    shares, of_rivals = mass[positive] / mass[positive].sum(), mass[~positive] / mass[~positive].sum()
+    rivals, own = scores[~positive], scores[positive]
+
+    def losses(x: Tensor) -> Tensor:
+        return -torch.nn.functional.logsigmoid(x - rivals)
+
+    def distance(m: int) -> float:
+        p = torch.softmax(m * losses(mean) + of_rivals.log(), dim=0)
+        entropy = -torch.where(p > 0, p * (p / mass[~positive]).log(), 0.0).sum()
+        return float(entropy) - math.log(budget * float(mass[~positive].sum()))
+
+    if tilt is None:
+        with torch.no_grad():
+            mean = (own.clamp(rivals.min(), rivals.max()) * shares).sum()
+            too_many = [m for m in range(1, 13) if distance(m) > 1e-9]
+            ends = [*too_many[-1:], *[m for m in range(1, 13) if m not in too_many][:1]]
+            tilt = 1 / min(ends, key=lambda m: abs(distance(m)))
+    risks = [tilt * torch.logsumexp(losses(x) / tilt + of_rivals.log(), dim=0) for x in own]
+    return torch.stack(risks) @ shares, tilt
+
+
+@of_forms
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 300.0])
+def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ties, of a row far above or far below, with weights and any number of rows; float32 rounds the gradient."""
+    take(form, monkeypatch)
+    generator = torch.Generator().manual_seed(int(spread))
+    for case, count in enumerate((2, 15, 16, 17, 40, 513, 1100)):
+        logits = spread * torch.randn(count, generator=generator, dtype=torch.float64)
+        positive = torch.rand(count, generator=generator) < 0.2
+        positive[0], positive[1] = True, False
+        weight = torch.ones(count) if case % 2 else (torch.rand(count, generator=generator) + 0.1).float()
+        logits = logits.round() if case % 3 == 0 else logits
+        logits[case % 2] += (0, 50, -50)[case % 3] * spread
+        logits = logits.float().double()
+        for tilt in (None, 1.0, 0.2, 1 / 12, 0.01) if form != "pairs" else (1.0, 0.2, 0.7, 3.0):
+            leaf = logits.clone().requires_grad_()
+            expected, found = by_definition(leaf, positive, weight.double(), 0.05, tilt)
+            expected.backward()
+            module = PAUCAtBudgetLoss(beta=0.05, dro_lambda=tilt)
+            given = positive.long(), None if case % 2 else weight
+            value, gradient = cases.step(module, logits, given[0], sample_weight=given[1])
+            assert module.current_hardness == found
+            # A few rounding errors of exponents as large as the distances, and of sums.
+            error = 2.0**-52 * (16 + float(logits.abs().max()))
+            assert abs(value - expected) <= error * expected
+            assert (gradient - leaf.grad).norm() <= 16 * error / found * leaf.grad.norm()
+            _, single = cases.step(module, logits.float(), given[0], sample_weight=given[1])
+            assert torch.equal(single, gradient.float())
 
 
 @pytest.mark.parametrize("tilt", [1.0, 0.5, 0.2, 0.1, 1 / 3, 0.05])
+@pytest.mark.parametrize("is_finite", [True, False])
 @over_scale
-def test_powers_are_the_sum_over_pairs(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None) -> None:
+def test_all_forms_are_equal(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, is_finite: bool) -> None:
+    """Also with a row at -inf, which C leaves to torch. The control is another lambda."""
     rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
-    logits = torch.cat([rows.logits, torch.tensor([[-math.inf] * 3, [40.0] * 3])])
+    logits = torch.cat([rows.logits, torch.tensor([[-90.0 if is_finite else -math.inf] * 3, [40.0] * 3])])
     targets, weight = torch.cat([rows.targets, torch.tensor([0, 1])]), torch.cat([rows.sample_weight, torch.ones(2)])
     logits[-2, 0] = 1.0  # no positive at -inf
     options, results = {"sample_weight": weight, "tau_scale": scale}, []
-    for power in (0, -math.inf):
-        monkeypatch.setattr(entropic_risk, "POWER", -power)
-        if tilt == 1.0:  # next to 1 the pairs are summed
-            results.append(with_gradient(logits, targets, tilt * (1 + 1e-11 * (power != 0)), **options))
-            continue
-        counts = torch.ones(2, 100), torch.ones(2, 100)
-        assert bool(entropic_risk._num_powers(torch.full((2,), tilt, dtype=torch.float64), *counts)) == (power == 0)
+    for form in FORMS if native.FUNCTIONS else FORMS[1:]:
+        take(form, monkeypatch)
         results.append(with_gradient(logits, targets, tilt, **options))
-    assert_close(results[0], results[1], rtol=1e-9 if tilt == 1.0 else 1e-12, atol=1e-12)
+        assert_close(results[-1], results[0], rtol=1e-12, atol=1e-12)
+    assert abs(with_gradient(logits, targets, 1.1 * tilt, **options)[0] - results[0][0]) > 1e-3
 
 
+@of_forms
 @pytest.mark.parametrize("tilt", [1.0, 0.05, 0.3, 4.0])
-def test_float32_far_from_zero(tilt: float) -> None:
+def test_float32_far_from_zero(tilt: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of 1e6 + N(0, 1), which float32 rounds to multiples of 1/16; the loss adds no error of its own."""
+    take(form, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     logits = (1e6 + torch.randn(500, 1, generator=generator)).float()
     targets = (torch.rand(500, generator=generator) < 0.1).long()
@@ -201,12 +278,14 @@ def test_float32_far_from_zero(tilt: float) -> None:
     assert (with_gradient(naive, targets, tilt)[1] - exact).norm() > 1e-4 * exact.norm()
 
 
-@pytest.mark.parametrize("power", [entropic_risk.POWER, 0])
+@pytest.mark.parametrize("form", ["powers", "pairs"])
 @over_scale
-@pytest.mark.parametrize("tilt", [0.3, *(pytest.param(tilt, marks=pytest.mark.slow) for tilt in (1.0, 0.05, 4.0))])
-def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, power: int) -> None:
+@pytest.mark.parametrize(
+    "tilt", [0.3, 0.25, *(pytest.param(tilt, marks=pytest.mark.slow) for tilt in (1.0, 0.05, 4.0))]
+)
+def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, form: str) -> None:
     """A row at the good end counts as one very far away; at the bad end the loss is infinite, with a finite slope."""
-    monkeypatch.setattr(entropic_risk, "POWER", power)
+    take(form, monkeypatch)
     rows = INPUTS["binary"].rows(num_rows=140)
     targets = rows.targets.clone()
     targets[0], targets[5] = 1, 0
