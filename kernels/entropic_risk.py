@@ -63,7 +63,7 @@ def risk_and_gradient(
     gradient, and a lambda of 1. A class with a NaN score is NaN, valid or not.
 
     Args:
-        scores: (C, M) float32 or float64, contiguous.
+        scores: (C, M) float32 or float64, contiguous, with a row.
         positive: (C, M) bool, a subset of ``member``.
         member: (C, M) bool: the rows that take part; None for all.
         iid: (M,) bool: the rows that may be rivals; None for all.
@@ -76,13 +76,6 @@ def risk_and_gradient(
         num_positive: the number of positives of a single class; None if the host does not know.
         with_grad, with_variance: False for an empty gradient or variance.
     """
-    if scores.numel() == 0:
-        loss = scores.new_zeros(len(scores), dtype=torch.float64)
-        gradient, variance = (
-            scores.new_empty(scores.shape if with_grad else 0),
-            loss.new_zeros(len(scores) * with_variance),
-        )
-        return loss, gradient, loss > 0, loss + 1, variance
     power = 0 if tilt is None else round(min(1 / tilt, MOST_POWERS + 1.0))  # m, 0 to find it
     is_whole = tilt is None or (1 <= power <= MOST_POWERS and abs(power * tilt - 1) <= 1e-12)
     if is_whole:
@@ -101,7 +94,7 @@ def risk_and_gradient(
     pool = _Pool(scores.gather(1, index).double(), shares, scores, mass, total, scales)
     if tilt is None or is_whole:
         risks, of_queries, of_keys, multiples = _by_powers(pool, power, budget, with_grad)
-        tilts = torch.where(valid, multiples.reciprocal(), 1.0)
+        tilts = multiples.reciprocal()
     else:
         risks, of_queries, of_keys = _by_pairs(pool, tilt, with_grad)
         tilts = torch.full_like(total[:, 0], tilt)
@@ -111,11 +104,11 @@ def risk_and_gradient(
     variance = ((risks - mean[:, None]).square() * shares).sum(dim=1) if with_variance else mean.new_empty(0)
     undefined = scores.amax(dim=1).isnan()
     loss = torch.where(valid, mean, 0.0).masked_fill_(undefined, math.nan)
-    if not with_grad:
-        return loss, scores.new_empty(0), valid, tilts, variance
-    gradient = of_keys.scatter_add_(1, index, of_queries).to(scores.dtype)
-    usual, other = (valid & ~undefined)[:, None], torch.where(undefined, math.nan, 0.0).to(gradient.dtype)[:, None]
-    gradient = torch.where(usual, gradient, other)
+    tilts, gradient = torch.where(valid, tilts, 1.0), scores.new_empty(0)
+    if with_grad:
+        gradient = of_keys.scatter_add_(1, index, of_queries).to(scores.dtype)
+        other = torch.where(undefined, math.nan, 0.0).to(gradient.dtype)[:, None]
+        gradient = torch.where((valid & ~undefined)[:, None], gradient, other)
     return loss, gradient, valid, tilts, variance
 
 

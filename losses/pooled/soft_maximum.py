@@ -1,10 +1,6 @@
-"""The surrogate ``"dro"`` of recall and of partial AUC: a soft maximum over the negatives.
+"""The surrogate ``"dro"`` of recall and of partial AUC: for each positive, a soft maximum over the negatives.
 
-Per class it takes three steps, which one kernel makes, :mod:`~fullrank.kernels.entropic_risk`:
-
-1. lambda: the soft maximum whose effective number of negatives is nearest to the budget, for the mean positive.
-2. The loss of each positive: the soft maximum of its logistic losses against the negatives.
-3. Their mean, and its gradient for every positive and every negative.
+One kernel, :mod:`~fullrank.kernels.entropic_risk`, finds how hard it is, the loss of each positive, and the gradient.
 """
 
 from __future__ import annotations
@@ -37,17 +33,14 @@ def soft_maximum(
 ) -> SoftMaximum:
     """Return for each class the mean over its positives of the soft maximum over its negatives.
 
-    A class is valid if it has a positive of positive weight and a negative.
-
-    Args:
-        budget: the share of the negatives that counts.
-        iid: (M,) bool, the negatives that count; None for all.
-        live: (M,) bool, the positives of the mean; None for all.
-        scales: (C,) float64 > 0, what differences of scores are divided by; None for 1.
-        tilt: lambda instead of a budget.
-        with_variance: whether to compute the variance.
+    A class is valid if it has a positive of positive weight and a negative. ``iid`` (M,) are the negatives and ``live``
+    (M,) the positives that count, None for all; differences of scores are divided by ``scales`` (C,) float64.
+    ``tilt`` is a lambda instead of the ``budget``.
     """
     scores = pool.scores.contiguous()
+    if scores.shape[1] == 0:
+        zero, one = scores.sum(dim=1, dtype=torch.float64), scores.new_ones(len(scores), dtype=torch.float64)
+        return SoftMaximum(PerClass(zero, one == 0), one, zero.detach())
     with_grad = torch.is_grad_enabled() and scores.requires_grad
     rows = scores, pool.positive, pool.member, iid, live, pool.weight, pool.key_weight, scales
     loss, _, valid, tilts, variance = entropic_risk(*rows, budget, tilt, pool.num_positive, with_grad, with_variance)
