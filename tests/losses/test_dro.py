@@ -29,6 +29,7 @@ def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -
 
 FORMS = ["c", "powers", "pairs"]
 of_forms = pytest.mark.parametrize("form", FORMS)
+of_budgets = pytest.mark.parametrize("form", FORMS[:2])
 
 
 def take(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_the_share_that_counts_is_the_budget() -> None:
     assert [module.current_hardness for module in ends] == [1 / 12, 1.0]
 
 
-@pytest.mark.parametrize("form", ["c", "powers"])
+@of_budgets
 def test_each_class_has_a_hardness_of_its_own(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it has alone."""
     take(form, monkeypatch)
@@ -151,18 +152,23 @@ def test_each_class_has_a_hardness_of_its_own(form: str, monkeypatch: pytest.Mon
     assert_close(gradient, alone, **EXACT)
 
 
-def test_tied_negatives_at_the_top_are_all_that_can_count() -> None:
-    """Two of ten: with any hardness they share the weight, so the softest that leaves them alone is taken."""
-    scores = torch.tensor([0.0, 60.0, 60.0, *[-60.0] * 8], dtype=torch.float64)
-    for shift in (0.0, 0.1, 1 / 3):
-        module = PAUCAtBudgetLoss(beta=0.2)
-        module((scores + shift)[:, None], (torch.arange(11) == 0).long())
-        assert module.current_hardness == 1.0
+@of_budgets
+def test_tied_negatives_at_the_top_are_all_that_can_count(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as two of ten: with any hardness they share the weight, so the softest that leaves them alone is taken."""
+    take(form, monkeypatch)
+    for tied, count in ((2, 10), (1, 49), (2, 98), (3, 30), (7, 103)):  # 49 * (1 / 49) is below 1 in double
+        scores = torch.tensor([0.0, *[60.0] * tied, *[-60.0] * (count - tied)], dtype=torch.float64)
+        for shift in (0.0, 0.1, 1 / 3):
+            module = PAUCAtBudgetLoss(beta=tied / count)
+            module((scores + shift)[:, None], (torch.arange(count + 1) == 0).long())
+            assert module.current_hardness == 1.0
 
 
+@of_budgets
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e30])
-def test_a_score_far_away_does_not_decide(value: float) -> None:
+def test_a_score_far_away_does_not_decide(value: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A positive above all negatives counts as one at the top of them, however far."""
+    take(form, monkeypatch)
     rows = INPUTS["binary"].rows(num_rows=140)
     targets, logits = rows.targets.clone(), rows.logits.clone()
     targets[0] = 1
@@ -243,6 +249,23 @@ def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.Monk
             assert (gradient - leaf.grad).norm() <= 16 * error / found * leaf.grad.norm()
             _, single = cases.step(module, logits.float(), given[0], sample_weight=given[1])
             assert torch.equal(single, gradient.float())
+
+
+@of_budgets
+def test_rows_beyond_the_exponentials(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One positive above or below the others by more than a number of double is an exponential of."""
+    take(form, monkeypatch)
+    targets = torch.tensor([1, 1, 0, 0, 0])
+    for gap in (30.0, 699.0, 710.0, 746.0, 1e4):
+        for end in (gap, -gap):
+            scores = torch.tensor([end, 0.3, 0.2, 0.0, -gap], dtype=torch.float64)
+            leaf, rows = scores.clone().requires_grad_(), targets == 1
+            expected, _ = by_definition(leaf, rows, torch.ones(5, dtype=torch.float64), 0.005, 0.25)
+            expected.backward()
+            value, gradient = with_gradient(scores, targets, 0.25)
+            assert_close(value, expected.detach(), rtol=1e-14, atol=0)
+            # The definition rounds exponents of up to 4 * gap.
+            assert_close(gradient, leaf.grad, rtol=2.0**-50 * 4 * gap, atol=1e-15)
 
 
 @pytest.mark.parametrize("tilt", [1.0, 0.5, 0.2, 0.1, 1 / 3, 0.05])
