@@ -297,7 +297,8 @@ def soft_maximum(
             rows.append(None if tensor is None else _address(held[-1], kind, shape))
     except _Refused:
         return None
-    loss, tilts = (scores.new_empty(num_classes, dtype=torch.float64) for _ in range(2))
+    loss = scores.new_empty(num_classes, dtype=torch.float64)
+    tilts = torch.empty_like(loss)
     variance = scores.new_empty(num_classes if with_variance else 0, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = scores.new_empty(scores.shape if with_grad else 0)
