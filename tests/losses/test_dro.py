@@ -251,6 +251,20 @@ def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.Monk
             assert torch.equal(single, gradient.float())
 
 
+def test_live_positives_and_iid_negatives_in_all_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pools with queued rows, whose positives do not count. The control counts them."""
+    rows, found = INPUTS["binary"].rows(num_rows=60), {}
+    mask = torch.arange(60) % 3 > 0
+    for form in FORMS if native.FUNCTIONS else FORMS[1:]:
+        take(form, monkeypatch)
+        for numerator in ("live", "pool"):
+            module = PAUCAtBudgetLoss(dro_lambda=0.25, pos_numerator=numerator, queue_size=60)
+            module(rows.logits.flip(0) + 1, rows.targets, mask)
+            found[form, numerator] = cases.step(module, rows.logits, rows.targets, iid_mask=mask)
+            assert_close(found[form, numerator], found[next(iter(found))[0], numerator], **EXACT)
+    assert abs(found["pairs", "live"][0] - found["pairs", "pool"][0]) > 1e-3
+
+
 @of_budgets
 def test_rows_beyond_the_exponentials(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One positive above or below the others by more than a number of double is an exponential of."""
