@@ -182,10 +182,10 @@ def local_pool(
     *,
     sample_weight: Tensor | None,
     multi_hot: bool,
-    weighting: str,
     validate_args: bool,
     iid_mask: Tensor | None = None,
     indexes: Tensor | None = None,
+    weighting: str = "rows",
 ) -> Pool:
     """Check the arguments that the pure functions share, and return the pool of the given rows.
 
