@@ -148,7 +148,7 @@ def pooled_backward(
 
     refuse_in_backward(CALL)
     window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
-    undo = ExitStack()  # runs after an error alone
+    undo = ExitStack()  # its callbacks run only after an error
     with window.wrappers.restored(quiet=True), ExitStack() as scope, undo:
         undo.callback(window.wrappers.expect_broadcasts, True)
         undo.callback(window.wrappers.reshard)

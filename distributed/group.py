@@ -119,7 +119,7 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
 
 # The number that the model divides its gradients by, set while a loss is evaluated by a caller that knows it.
 _DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
-# Takes what undoes a change of state, set by a caller that runs it if the same call fails later.
+# Callbacks that undo changes of state; the caller that sets it runs them if its call fails later.
 UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
 
 
@@ -158,9 +158,10 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_
 
 
 def alone(group: ProcessGroup, gradient_reduction: str | int) -> bool:
-    """Return True if a call over ``group`` is the same as without one: it has one rank, and the gradient no factor.
+    """Return True if a call over ``group`` may skip all communication: the group has one rank, and k = 1.
 
-    In a job of several ranks the wrapper may average the gradients of a group of one over others: then k counts.
+    In a job of several ranks a wrapper may average the gradients of a group of one with those of other ranks; then k
+    differs from 1.
     """
     if group.size() > 1 or dist.get_world_size() == 1:
         return group.size() == 1
@@ -198,7 +199,7 @@ class DataGroup:
         self._dropped = False
 
     def resolve(self, gather_distributed: bool | None, gradient_reduction: str | int) -> ProcessGroup | None:
-        """Return the group to communicate over, or None for a call made :func:`alone`."""
+        """Return the group to communicate over, or None if the call is local or :func:`alone`."""
         if gather_distributed is False:
             return None
         world = dist.group.WORLD if dist.is_available() else None

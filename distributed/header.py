@@ -253,17 +253,18 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 def each_or_raise(
     exchange: Exchange, compute: Callable[[], tuple[T, Tensor]], size: int, device: torch.device, what: str
 ) -> tuple[T, Tensor]:
-    """Return the value of ``compute`` on this rank, and its block of every rank, stacked; or raise on all ranks.
+    """Return this rank's value of ``compute`` and the stacked blocks of all ranks; if one rank fails, all raise.
 
-    A block is (size,), float64 on ``device``, which the host waits for, and does not begin with -inf. An exception in
-    ``compute``, such as out of memory, leaves no rank waiting: -inf travels instead, and then all agree on the error.
+    ``compute`` returns a value and a block (size,), float64 on ``device``, which must not begin with -inf. If it
+    raises, such as out of memory, the rank sends -inf instead, and all agree on the error. The host waits for the
+    blocks.
     """
     own_error = None
     try:
         value, block = compute()
     except Exception as error:
         own_error, block = error, torch.full((size,), -math.inf, dtype=torch.float64, device=device)
-    # From the host if they travel there in any case: then no device has to be waited for.
+    # If the blocks travel over the host anyway, moving them now saves a wait for the device.
     blocks = exchange.each(block.cpu() if is_staged(block, exchange.group) else block, what)
 
     def bring() -> Offer[None]:

@@ -16,9 +16,8 @@ _EARLIER = "_extra_state"  # the key of earlier versions
 
 def as_saved(value: float | Sequence[float] | None) -> Tensor:
     """Return numbers as the state has them, in 64 bits on the CPU; None is -1."""
-    numbers = torch.from_numpy(
-        numpy.asarray(-1 if value is None else value)
-    )  # on the CPU under torch.device("meta") too
+    # torch.tensor would be on the meta device under torch.device("meta").
+    numbers = torch.from_numpy(numpy.asarray(-1 if value is None else value))
     return numbers.to(torch.float64 if numbers.is_floating_point() else torch.int64)
 
 
@@ -39,9 +38,9 @@ class SavedState(nn.Module):
     """
 
     _saved_names: ClassVar[tuple[str, ...]] = ()
-    _optional_names: ClassVar[tuple[str, ...]] = ()  # of these a key that is missing stands for the constructor's value
+    _optional_names: ClassVar[tuple[str, ...]] = ()  # without its key the constructor's value is restored
 
-    _arrived: Mapping[str, Any] = {}  # of a state that is assigned key by key
+    _arrived: Mapping[str, Any] = {}  # what has been assigned so far of a state that comes key by key
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -123,5 +122,5 @@ def _entry(name: str) -> property:
             raise AttributeError(name)
         return nn.Parameter(state[name], requires_grad=False)
 
-    # transformers assigns memory without values to a key that a checkpoint lacks.
+    # If a checkpoint lacks the key, transformers assigns uninitialised memory: ignore it.
     return property(get, lambda module, value: None)

@@ -301,7 +301,7 @@ class LossWarmupWrapper(LossOfParts):
         for name in state:
             saved = from_saved(state, name.removeprefix("saved_"))
             if name != "saved_temperature":
-                check_count(f"{name} of the state", saved, -1)
+                check_count(f"{name.removeprefix('saved_')} of the saved state", saved, -1)
             elif saved != -1:
                 check_temperature(saved, name="temperature of the saved state")
 
