@@ -181,7 +181,7 @@ class CombinedLoss(LossOfParts):
             raise kind(expected("weights", f"a number for each of {', '.join(map(repr, names))}", weights))
         for name, weight in weights.items():
             check_amount(f"weights[{name!r}]", weight)
-        self._weights = {name: float(weights[name]) for name in names}
+        self._weights = {name: float(weights[name]) + 0.0 for name in names}  # + 0.0 so that -0.0 has the text of 0.0
 
     def _members(self) -> Iterable[Any]:
         return self.losses.values()

@@ -242,3 +242,12 @@ def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> 
             error, text = error_of(partial(found, logits, targets.double() * (2 if rank == 1 else 1)))
             assert error == "ValueError"
             assert " failed on rank 1: " in text
+
+
+@on_ranks()
+def test_weights_are_compared_as_numbers(rank: int) -> None:
+    """The control, other numbers, is the fault of weights above."""
+    loss = CombinedLoss(
+        {"ap": SmoothAPLoss(1), "ce": BCEWithLogitsLoss()}, [{"ap": 0, "ce": 2}, {"ap": -0.0, "ce": 2.0}][rank % 2]
+    )
+    assert torch.isfinite(loss(*draw(ROWS + rank, seed=rank)))
