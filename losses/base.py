@@ -204,26 +204,18 @@ class CurrentTemperature(DistributedLoss, SavedState):
         """Set the temperature of the constructor, with which the state has none."""
         self.temperature = self._first_temperature = temperature
 
-    def _known(self) -> tuple[str, ...]:
-        return self._saved_names if self.has_temperature else self._saved_names[1:]
-
     def _saved(self) -> dict[str, Tensor]:
         if not self.has_temperature or self.temperature == self._first_temperature:
             return {}
-        return {"saved_temperature": as_saved(-1.0 if self.temperature is None else float(self.temperature))}
+        return {"saved_temperature": as_saved(self.temperature, float)}
 
-    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        dropped = () if self.has_temperature else ("temperature",)
-        return super()._of_earlier_version({name: value for name, value in state.items() if name not in dropped})
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        if "saved_temperature" in state and (saved := from_saved(state, "temperature")) != -1:
-            check_temperature(saved, name="temperature of the saved state")
-
-    def _load_saved(self, state: Mapping[str, Any]) -> None:
-        if self.has_temperature:
-            saved = from_saved(state, "temperature") if "saved_temperature" in state else self._first_temperature
-            self.temperature = None if saved == -1 else saved
+    def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.has_temperature:
+            return {}
+        if "saved_temperature" not in state:
+            return {"temperature": self._first_temperature}
+        saved, name = from_saved(state, "temperature"), "temperature of the saved state"
+        return {"temperature": None if saved == -1 else check_temperature(saved, name=name)}
 
 
 class _Position(State):

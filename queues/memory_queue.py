@@ -15,7 +15,7 @@ from ..distributed.group import UNDO, Group, is_initialized, resolve_group
 from ..distributed.header import Offer, State, agree_on
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_choice, check_count, check_int, expected
-from .saved_state import SavedState, as_saved, from_saved
+from .saved_state import ARGUMENTS, NUMBERS, ROWS, SavedState, as_saved, from_saved
 
 Keep = Literal["all", "negatives"]
 
@@ -24,13 +24,7 @@ SAME_QUEUE = "Load the same checkpoint, or call reset_queue(), on every rank."
 # Odd multipliers of a 64-bit multiplicative hash (the golden ratio, and two primes of xxHash), as signed integers.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 
-# What is saved: the rows, and in one tensor the numbers.
-_ROWS = ("logits", "targets", "iid_mask", "sample_weight")
-_ARGUMENTS = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index")
-_POSITION = ("num_enqueued", "fill", "pointer")
-_NUMBERS = (*_ARGUMENTS, *_POSITION, "has_weights", "is_double", "checksum", "contents")
-
-_EMPTY = "To start with an empty queue, remove the keys that contain 'queue.saved_' and load with strict=False."
+_EMPTY = "To start with an empty queue, remove the keys that contain 'queue.' and load with strict=False."
 
 
 def multi_hot_dtype(ignore_index: int) -> torch.dtype:
@@ -77,7 +71,7 @@ class MemoryQueue(SavedState):
         He et al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020.
     """
 
-    _saved_names = (*(f"saved_{name}" for name in _ROWS), "saved_numbers")
+    _saved_names = (*(f"saved_{name}" for name in ROWS), "saved_numbers")
 
     def __init__(
         self,
@@ -336,7 +330,7 @@ class MemoryQueue(SavedState):
     def _saved(self) -> dict[str, Tensor]:
         if self.capacity == 0:
             return {}
-        contents = int(_digest(self.position, self.rows(), self.checksum), 16) - 2**63
+        contents = _digest(self.position, self.rows(), self.checksum)
         arguments = self.capacity, self.num_classes or 0, self.keep == "negatives", self.multi_hot, self.ignore_index
         position = self._num_enqueued, self._fill, self._pointer, self._has_weights
         numbers = *arguments, *position, self._logits.dtype == torch.float64, int(self.checksum), contents
@@ -350,76 +344,50 @@ class MemoryQueue(SavedState):
             "saved_numbers": as_saved([*map(int, numbers)]),
         }
 
-    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        missing = next((name for name in (*_ROWS, *_NUMBERS) if name not in state), None)
+    @torch.inference_mode(False)
+    def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if not state:
+            return {}
+        missing = next((name for name in self._saved_names if name not in state), None)
         if missing is not None:
             fix = f"An earlier version saved it, or it is damaged. {_EMPTY}"
             raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), fix))
-        coded = {"keep": state["keep"] == "negatives", "contents": int(state["contents"], 16) - 2**63}
-        numbers = [int({**state, **coded}[name] or 0) for name in _NUMBERS]
-        return {**{f"saved_{name}": state[name] for name in _ROWS}, "saved_numbers": as_saved(numbers)}
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        if not state:
-            return
-        missing = next((name for name in self._saved_names if name not in state), None)
-        if missing is not None:
-            raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), _EMPTY))
-        numbers = dict(zip(_NUMBERS, from_saved(state, "numbers", (len(_NUMBERS),))))
-        arguments = {**numbers, "num_classes": numbers["num_classes"] or None, "multi_hot": bool(numbers["multi_hot"])}
-        arguments["keep"] = "negatives" if numbers["keep"] else "all"
-        for name in _ARGUMENTS:
-            saved = arguments[name]
-            if saved != getattr(self, name) and not (name == "num_classes" and self._any_width):
+        saved = dict(zip(NUMBERS, from_saved(state, "numbers", (len(NUMBERS),))))
+        columns, has_weights = saved["num_classes"], bool(saved["has_weights"])
+        saved |= {"num_classes": columns or None, "multi_hot": bool(saved["multi_hot"])}
+        saved["keep"] = "negatives" if saved["keep"] else "all"
+        for name in ARGUMENTS:
+            if saved[name] != getattr(self, name) and not (name == "num_classes" and self._any_width):
                 of_loss = {"capacity": " (queue_size of a loss)", "keep": " (queue_keep of a loss)"}.get(name, "")
-                fix = f"Construct it with {name}={saved!r}{of_loss}. {_EMPTY}"
-                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), saved, fix))
+                fix = f"Construct it with {name}={saved[name]!r}{of_loss}. {_EMPTY}"
+                raise ValueError(expected(f"{name} of the saved queue", repr(getattr(self, name)), saved[name], fix))
 
-        def require(is_right: bool, name: str, what: str, value: object) -> None:
-            if not is_right:
-                fix = f"The state is damaged, or was changed: load another. {_EMPTY}"
-                raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
-
-        capacity, columns = self.capacity, numbers["num_classes"]
-        enqueued, fill, pointer = (numbers[name] for name in _POSITION)
-        least, most = 0, 2**63 - 1
-        for name in _POSITION:
-            is_right = least <= numbers[name] <= most
-            require(is_right, name, str(least) if least == most else f"an int in [{least}, {most}]", numbers[name])
-            if name == "num_enqueued":
-                most = min(capacity, enqueued)
-            elif name == "fill":  # the next row goes to the end until the ring is full
-                least, most = (0, max(0, capacity - 1)) if fill == capacity else (fill, fill)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_ROWS, (capacity,))
-        shapes |= {"logits": (capacity, columns)} | ({"targets": (capacity, columns)} if self.multi_hot else {})
-        rows = {name: state[f"saved_{name}"] for name in _ROWS}
-        for name, shape in shapes.items():
-            is_right = isinstance(rows[name], Tensor) and rows[name].shape == shape
-            require(is_right, name, f"a tensor of shape {shape}", rows[name])
-        if rows["logits"].is_meta:
-            return
-        logits, targets, iid, weight = (rows[name][:fill] for name in _ROWS)
-        require(bool(logits.isfinite().all()), "logits", "finite numbers", Words("others, which never enter a queue"))
-        dtype, has_weights = torch.float64 if numbers["is_double"] else torch.float32, bool(numbers["has_weights"])
-        held = QueueRows(logits.to(dtype), targets.to(self._targets.dtype), iid, weight if has_weights else None)
-        found = int(_digest((pointer, fill, enqueued, has_weights), held, torch.tensor(numbers["checksum"])), 16)
-        require(found - 2**63 == numbers["contents"], "hash", repr(numbers["contents"]), found - 2**63)
-
-    @torch.inference_mode(False)
-    def _load_saved(self, state: Mapping[str, Any]) -> None:
-        if not state or not self.capacity:
-            return
-        numbers = dict(zip(_NUMBERS, state["saved_numbers"].tolist()))
-        self.num_classes = numbers["num_classes"] or None
-        device = state["saved_logits"].device if self._logits.is_meta else self._logits.device
-        dtype = torch.float64 if numbers["is_double"] else torch.float32
-        weight_dtype = torch.float64 if numbers["has_weights"] else dtype
-        dtypes = dtype, self._targets.dtype, torch.bool, weight_dtype
-        for name, place, kind in zip(_ROWS, ("_logits", "_targets", "_iid", "_weight"), dtypes):
-            setattr(self, place, state[f"saved_{name}"].to(device, kind, copy=True).contiguous())
-        self._checksum, self._written = torch.tensor(numbers["checksum"], device=device), {0, 1, 2, 3}
-        self._num_enqueued, self._fill, self._pointer = (numbers[name] for name in _POSITION)
-        self._has_weights = bool(numbers["has_weights"])
+        capacity, enqueued, fill, pointer = (saved[name] for name in ("capacity", "num_enqueued", "fill", "pointer"))
+        # The next row goes to the end until the ring is full.
+        places = range(max(1, capacity)) if fill == capacity else range(fill, fill + 1)
+        ranges = {"num_enqueued": range(2**63), "fill": range(min(capacity, enqueued) + 1), "pointer": places}
+        for name, ints in ranges.items():
+            _require(saved[name] in ints, name, f"an int in [{ints.start}, {ints.stop - 1}]", saved[name])
+        shapes = {"logits": (capacity, columns), "targets": (capacity, columns) if self.multi_hot else (capacity,)}
+        rows = [state[f"saved_{name}"] for name in ROWS]
+        for name, tensor in zip(ROWS, rows):
+            shape = shapes.get(name, (capacity,))
+            _require(getattr(tensor, "shape", None) == shape, name, f"a tensor of shape {shape}", tensor)
+        dtype = torch.float64 if saved["is_double"] else torch.float32
+        dtypes = dtype, self._targets.dtype, torch.bool, torch.float64 if has_weights else dtype
+        device = rows[0].device if self._logits.is_meta else self._logits.device
+        rows = [tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)]
+        checksum = torch.tensor(saved["checksum"], device=device)
+        if not rows[0].is_meta:
+            logits, targets, iid, weight = (tensor[:fill] for tensor in rows)
+            infinite = Words("others, which never enter a queue")
+            _require(bool(logits.isfinite().all()), "logits", "finite numbers", infinite)
+            held = QueueRows(logits, targets, iid, weight if has_weights else None)
+            found = _digest((pointer, fill, enqueued, has_weights), held, checksum)
+            _require(found == saved["contents"], "hash", repr(saved["contents"]), found)
+        names = "_logits", "_targets", "_iid", "_weight", "_fill", "_pointer", "_num_enqueued", "_has_weights"
+        read = dict(zip(names, (*rows, fill, pointer, enqueued, has_weights)))
+        return {"num_classes": saved["num_classes"], "_checksum": checksum, "_written": {0, 1, 2, 3}, **read}
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
@@ -432,7 +400,13 @@ def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [tensor.resolve_neg().numpy() if tensor is not None and tensor.is_cpu else tensor for tensor in rows]
 
 
-def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Tensor | None) -> str:
+def _require(is_right: bool, name: str, what: str, value: object) -> None:
+    if not is_right:
+        fix = f"The state is damaged, or was changed: load another. {_EMPTY}"
+        raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
+
+
+def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Tensor | None) -> int:
     """Return a hash of the position, of all bits of the rows, and of the checksum."""
     words = position if checksum is None else (*position, int(checksum))
     contents = hashlib.blake2b(repr(words).encode(), digest_size=8)
@@ -440,7 +414,7 @@ def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Ten
     for tensor in (*rows[:-1], weight) if len(rows.logits) else ():
         if tensor is not None:
             contents.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return contents.hexdigest()
+    return int(contents.hexdigest(), 16) - 2**63
 
 
 def _mix_bits(values: Any) -> Any:

@@ -260,22 +260,13 @@ class CombinedLoss(LossOfParts):
             return {}
         return {"saved_weights": as_saved([self._weights[name] for name in sorted(self._weights)])}
 
-    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        weights = state.get("weights", {})
-        if weights.keys() != self._weights.keys():
-            fix = "Load the state into a loss of the class and the parts that saved it."
-            what = f"that of a CombinedLoss, with weights of {', '.join(map(repr, self._weights))}"
-            raise ValueError(expected("state", what, Words(sorted(weights or state)), fix))
-        return super()._of_earlier_version({"weights": [weights[name] for name in sorted(weights)]})
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        if "saved_weights" in state:
-            for name, weight in zip(sorted(self._weights), from_saved(state, "weights", (len(self._weights),))):
-                check_amount(f"weights[{name!r}] of the saved state", weight)
-
-    def _load_saved(self, state: Mapping[str, Any]) -> None:
-        saved = from_saved(state, "weights", (len(self._weights),)) if "saved_weights" in state else None
-        self.weights = dict(zip(sorted(self._weights), saved)) if saved else self._first_weights
+    def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if "saved_weights" not in state:
+            return {"weights": self._first_weights}
+        weights = dict(zip(sorted(self._weights), from_saved(state, "weights", (len(self._weights),))))
+        for name, weight in weights.items():
+            check_amount(f"weights[{name!r}] of the saved state", weight)
+        return {"weights": weights}
 
     def extra_repr(self) -> str:
         """Return the weights for ``repr``."""

@@ -134,8 +134,6 @@ class LossWarmupWrapper(LossOfParts):
         self._step: int | None = None
         self._switch_step: int | None = None
         self._warned: set[str] = set()
-        self._loaded_temperature: float | None = None  # -1 is automatic
-        self.register_load_state_dict_post_hook(_set_temperature)
         temperatures = temp_start is not None
         self.reset_queue_each_epoch = reset_queue_each_epoch
         if temperatures and not hasattr(main_loss, "temperature"):
@@ -278,40 +276,24 @@ class LossWarmupWrapper(LossOfParts):
             self.main_loss.reset_queue()
 
     @property
-    def _saves_temperature(self) -> bool:
+    def has_temperature(self) -> bool:  # type: ignore[override]
         """Whether ``main_loss`` has a temperature that is no parameter."""
         return hasattr(self.main_loss, "temperature") and getattr(self.main_loss, "has_temperature", True)
 
-    def _known(self) -> tuple[str, ...]:
-        return self._saved_names if self._saves_temperature else self._saved_names[:-1]
-
     def _saved(self) -> dict[str, Tensor]:  # always all keys, because the schedule changes all
-        state = {f"saved{name}": as_saved(getattr(self, name)) for name in _POSITION}
-        if self._saves_temperature:
-            temperature = self.main_loss.temperature
-            state["saved_temperature"] = as_saved(-1.0 if temperature is None else float(temperature))
-        return state
+        # The temperature for a main_loss that does not save its own, and for a new one, which has no key to ask for.
+        temperature = {"saved_temperature": as_saved(self.main_loss.temperature, float)} if self.has_temperature else {}
+        return {**{f"saved{name}": as_saved(getattr(self, name)) for name in _POSITION}, **temperature}
 
-    def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        temperature = state.get("temperature", -1.0)  # -1 without one, or for an automatic one
-        drops = {"temperature"} if temperature < 0 or not self._saves_temperature else set()
-        return super()._of_earlier_version({name: value for name, value in state.items() if name not in drops})
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        for name in state:
-            saved = from_saved(state, name.removeprefix("saved_"))
-            if name != "saved_temperature":
-                check_count(f"{name.removeprefix('saved_')} of the saved state", saved, -1)
-            elif saved != -1:
-                check_temperature(saved, name="temperature of the saved state")
-
-    def _load_saved(self, state: Mapping[str, Any]) -> None:
-        for name in _POSITION:
-            if f"saved{name}" in state:
-                saved = from_saved(state, name[1:])
-                setattr(self, name, None if saved == -1 else saved)
-        self._loaded_temperature = from_saved(state, "temperature") if "saved_temperature" in state else None
-        _set_temperature(self)
+    def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        read: dict[str, Any] = {}
+        for name in (key.removeprefix("saved_") for key in state):
+            saved, of_state = from_saved(state, name), f"{name} of the saved state"
+            if name != "temperature":
+                read[f"_{name}"] = None if saved == -1 else check_count(of_state, saved, 0)
+            elif self.has_temperature:
+                read["main_loss.temperature"] = None if saved == -1 else check_temperature(saved, name=of_state)
+        return read
 
     def extra_repr(self) -> str:
         """Return the schedule for ``repr``."""
@@ -322,10 +304,3 @@ class LossWarmupWrapper(LossOfParts):
             f"warmup_{unit}={warmup}, blend_{unit}={blend}, final_main_weight={self.final_main_weight}, "
             f"{'temperature of main_loss' if self.temp_start is None else decay}"
         )
-
-
-def _set_temperature(wrapper: LossWarmupWrapper, *_: object) -> None:
-    """Set the loaded temperature, as a hook again after ``main_loss`` has loaded, whose state may have none."""
-    saved = wrapper._loaded_temperature
-    if saved is not None:
-        wrapper.main_loss.temperature = None if saved == -1 else saved

@@ -338,15 +338,9 @@ class RankingLoss(HoldsQueue):
         draws = self._num_draws or self.max_pool_size is not None
         return {**super()._saved(), **({"saved_num_draws": as_saved(self._num_draws)} if draws else {})}
 
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        super()._check_saved(state)
-        if "saved_num_draws" in state:
-            check_count("num_draws of the saved state", from_saved(state, "num_draws"), 0)
-
-    def _load_saved(self, state: Mapping[str, Any]) -> None:
-        super()._load_saved(state)
-        if "saved_num_draws" in state:
-            self._num_draws = from_saved(state, "num_draws")
+    def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        draws = from_saved(state, "num_draws") if "saved_num_draws" in state else self._num_draws
+        return {**super()._read_saved(state), "_num_draws": check_count("num_draws of the saved state", draws, 0)}
 
     @property
     def _shown(self) -> tuple[str, ...]:

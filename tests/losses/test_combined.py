@@ -140,8 +140,12 @@ def test_state_copies_and_pickles() -> None:
     with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded
         other.load_state_dict(loss.state_dict())
     assert dict(other.weights) == {"ap": 3.0, "ce": 3.0}
-    with pytest.raises(ValueError, match="state: expected that of a CombinedLoss, with weights of 'ap', 'ce', got"):
-        other.load_state_dict({**other.state_dict(), "_extra_state": {}})  # of an earlier version
+    for earlier, kind, text in (
+        ({"temperature": 0.1}, RuntimeError, 'Unexpected key.* "_extra_state"'),  # of another class
+        ({"weights": {"ap": 1.0, "bce": 1.0}}, ValueError, "weights of the saved state: expected .*, got {'ap'"),
+    ):
+        with pytest.raises(kind, match=text):
+            other.load_state_dict({**other.state_dict(), "_extra_state": earlier})
     with pytest.raises(ValueError, match=r"weights of the saved state: expected a tensor of shape \(2,\), got"):
         other.load_state_dict({**other.state_dict(), "saved_weights": torch.ones(3)})
     turned = CombinedLoss({"ce": BCEWithLogitsLoss(), "ap": SmoothAPLoss(1, queue_size=8)})

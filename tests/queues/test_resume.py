@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import error_of, get_pool
 
 from fullrank import BCEWithLogitsLoss, CrossEntropyLoss, LossWarmupWrapper, SmoothAPLoss
-from fullrank.queues import MemoryQueue
-from fullrank.queues.memory_queue import _NUMBERS as NUMBERS
+from fullrank.queues import memory_queue
+from fullrank.queues.saved_state import NUMBERS
 
 # capacity of the queue, steps of some 22 rows before the save, dtype of the logits
 FILLS = {
@@ -371,7 +371,7 @@ def test_every_field_of_the_state_counts(
                 with pytest.raises(ValueError, match=r"of the saved queue: expected .* damaged, or was changed"):
                     loss.load_state_dict(state)
                 assert same(loss.state_dict(), before)
-                monkeypatch.setattr(MemoryQueue, "_check_saved", lambda *_: None)
+                monkeypatch.setattr(memory_queue, "_require", lambda *_: None)
         loss.load_state_dict(state)
         losses.append(steps_after(loss, fill))
     assert losses[0] == pytest.approx(expected[CASES.index((name, fill))], rel=1e-12, abs=0)
