@@ -214,7 +214,7 @@ class CurrentTemperature(DistributedLoss, SavedState):
             return {}
         if "saved_temperature" not in state:
             return {"temperature": self._first_temperature}
-        saved, name = from_saved(state, "temperature"), "temperature of the saved state"
+        saved, name = from_saved(state, "temperature", kind=float), "temperature of the saved state"
         return {"temperature": None if saved == -1 else check_temperature(saved, name=name)}
 
 

@@ -341,7 +341,7 @@ class MemoryQueue(SavedState):
             "saved_targets": self._targets.clone(),
             "saved_iid_mask": self._iid.clone(),
             "saved_sample_weight": self._weight.to(torch.float64, copy=True),
-            "saved_numbers": as_saved([*map(int, numbers)]),
+            "saved_numbers": as_saved([*map(int, numbers)]).to("cpu" if self._logits.is_meta else self._logits.device),
         }
 
     @torch.inference_mode(False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from ..errors import expected
+from ..errors import Words, expected
 
 # Of a queue: the tensors, and the numbers in the order in which one more tensor has them.
 ROWS = ("logits", "targets", "iid_mask", "sample_weight")
@@ -26,13 +27,19 @@ def as_saved(value: float | Sequence[float] | None, kind: type | None = None) ->
     return numbers.to(torch.float64 if numbers.is_floating_point() else torch.int64)
 
 
-def from_saved(state: Mapping[str, Any], name: str, shape: tuple[int, ...] = ()) -> Any:
-    """Return the numbers under a key of ``state``, or raise ValueError if it has another shape."""
-    value = state[f"saved_{name}"]
-    if not isinstance(value, Tensor) or value.shape != shape:
-        fix = "The state is damaged, or was changed: load another."
-        raise ValueError(expected(f"{name} of the saved state", f"a tensor of shape {shape}", value, fix))
+def from_saved(state: Mapping[str, Any], name: str, shape: tuple[int, ...] = (), kind: type = int) -> Any:
+    """Return the numbers under a key of ``state``, or raise ValueError if :func:`as_saved` does not return such."""
+    value, dtype = state[f"saved_{name}"], torch.int64 if kind is int else torch.float64
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (shape, dtype):
+        got = Words(f"{value.dtype} {tuple(value.shape)}") if isinstance(value, Tensor) else value
+        fix = "The state is damaged, or was changed, as by half(): load another."
+        raise ValueError(expected(f"{name} of the saved state", f"a tensor of {dtype} {shape}", got, fix))
     return value.tolist()
+
+
+def with_names(weights: Mapping[str, float]) -> list[float]:
+    """Return the weights by sorted names, after a hash of the names."""
+    return [float(zlib.crc32(repr(sorted(weights)).encode())), *[float(weights[name]) for name in sorted(weights)]]
 
 
 class SavedState(nn.Module):
@@ -74,11 +81,11 @@ class SavedState(nn.Module):
                 values |= {"keep": values["keep"] == "negatives", "contents": int(values["contents"], 16) - 2**63}
                 values["numbers"] = [int(values[name] or 0) for name in NUMBERS]
             values = {name: values[name] for name in (*ROWS, "numbers") if name in values}
-        elif "weights" in values and values["weights"].keys() == getattr(self, "weights", {}).keys():
-            values["weights"] = [weight for _, weight in sorted(values["weights"].items())]
+        elif "weights" in values:
+            values["weights"] = with_names(values["weights"])
         elif "epoch" in values and values.get("temperature", -1) < 0:  # there is none, or it is automatic
             values.pop("temperature", None)
-        return {f"saved_{n}": v if isinstance(v, (Tensor, Mapping)) else as_saved(v) for n, v in values.items()}
+        return {f"saved_{n}": v if isinstance(v, Tensor) else as_saved(v) for n, v in values.items()}
 
     def _state_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         earlier = state_dict.get(prefix + _EARLIER)
@@ -111,6 +118,15 @@ class SavedState(nn.Module):
             *owner, name = path.split(".")
             setattr(self.get_submodule(".".join(owner)), name, value)
         self._read = {}
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, *args: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers, and the state where this module alone is asked, as torch.distributed.checkpoint does.
+
+        It gives only what it finds so the names of a wrapped model, and the values of the first rank. DDP asks the
+        whole model, which lists the buffers of the modules inside without this method.
+        """
+        yield from super().named_buffers(prefix, recurse, *args)
+        yield from () if recurse else self._saved().items()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; a key of the state that is assigned as one is loaded when all have arrived.

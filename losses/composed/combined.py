@@ -15,7 +15,7 @@ from ...distributed.group import check_gather_distributed
 from ...distributed.header import Offer, State, agree_on, agree_once
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import Words, check_amount, expected
-from ...queues.saved_state import SavedState, as_saved, from_saved
+from ...queues.saved_state import SavedState, as_saved, from_saved, with_names
 from ..base import DistributedLoss
 from ..pooled.base import RankingLoss
 from ..rows import check_exact, class_range_check, has_values
@@ -258,12 +258,16 @@ class CombinedLoss(LossOfParts):
     def _saved(self) -> dict[str, Tensor]:  # the weights, unless they are those of the constructor, by sorted names
         if self._weights == self._first_weights:
             return {}
-        return {"saved_weights": as_saved([self._weights[name] for name in sorted(self._weights)])}
+        return {"saved_weights": as_saved(with_names(self._weights))}
 
     def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         if "saved_weights" not in state:
             return {"weights": self._first_weights}
-        weights = dict(zip(sorted(self._weights), from_saved(state, "weights", (len(self._weights),))))
+        names, saved = sorted(self._weights), from_saved(state, "weights", (len(self._weights) + 1,), float)
+        if saved[0] != with_names(self._weights)[0]:
+            fix = "Load the state into a CombinedLoss of the parts that saved it."
+            raise ValueError(expected("weights of the saved state", f"those of {names}", Words("other names"), fix))
+        weights = dict(zip(names, saved[1:]))
         for name, weight in weights.items():
             check_amount(f"weights[{name!r}] of the saved state", weight)
         return {"weights": weights}

@@ -288,7 +288,8 @@ class LossWarmupWrapper(LossOfParts):
     def _read_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         read: dict[str, Any] = {}
         for name in (key.removeprefix("saved_") for key in state):
-            saved, of_state = from_saved(state, name), f"{name} of the saved state"
+            kind, of_state = float if name == "temperature" else int, f"{name} of the saved state"
+            saved = from_saved(state, name, kind=kind)
             if name != "temperature":
                 read[f"_{name}"] = None if saved == -1 else check_count(of_state, saved, 0)
             elif self.has_temperature:

@@ -354,6 +354,46 @@ def test_fsdp2_and_torch_distributed_checkpoint(rank: int, name: str, tmp_path: 
     assert steps(new, 8 + rank) == steps(model, 8 + rank) != without
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "compile", "fsdp"])
+@pytest.mark.parametrize("name", ["smooth_ap", "info_nce_learned", "combined", "warm-up"])
+@on_ranks(2)
+def test_a_whole_model_in_a_wrapper(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
+    """By name, and from the full state that rank 0 alone has: the others receive the state of the loss too."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.nn.parallel import DistributedDataParallel
+
+    def wrapped(seed: int) -> tuple[Any, Any]:
+        model = make_model(name, seed)
+        if wrapper == "fsdp":
+            fully_shard(model)
+            return model, model
+        return model, DistributedDataParallel(model) if wrapper == "ddp" else torch.compile(model, backend="eager")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, outer = wrapped(0)
+        steps(model, 2 + rank, 4 + rank)
+        dcp.save(get_model_state_dict(outer), checkpoint_id=tmp_path)
+        full = get_model_state_dict(outer, options=StateDictOptions(full_state_dict=True))
+        # torch does not add its prefix to a key that the new model lacks. The schedule has the temperature too.
+        full.pop("loss_fn.main_loss.saved_temperature", None)
+        loaded = []
+        for way in ("by name", "broadcast"):
+            new, outer = wrapped(1)
+            if way == "by name":
+                state = get_model_state_dict(outer)
+                dcp.load(state, checkpoint_id=tmp_path)
+                set_model_state_dict(outer, state)
+            else:
+                scatter = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(outer, full if rank == 0 else {}, options=scatter)
+            loaded.append(steps(new, 8 + rank))
+        fresh = steps(wrapped(1)[0], 8 + rank)
+        assert loaded == [steps(model, 8 + rank)] * 2
+        assert loaded[0] != fresh
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_no_row_of_a_queue(dtype: torch.dtype) -> None:
     model, halved = trained("smooth_ap"), trained("smooth_ap").to(dtype)

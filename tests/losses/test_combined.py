@@ -140,14 +140,21 @@ def test_state_copies_and_pickles() -> None:
     with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded
         other.load_state_dict(loss.state_dict())
     assert dict(other.weights) == {"ap": 3.0, "ce": 3.0}
-    for earlier, kind, text in (
-        ({"temperature": 0.1}, RuntimeError, 'Unexpected key.* "_extra_state"'),  # of another class
-        ({"weights": {"ap": 1.0, "bce": 1.0}}, ValueError, "weights of the saved state: expected .*, got {'ap'"),
+    renamed = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=4), "bce": BCEWithLogitsLoss()})
+    renamed.weights = {"ap": 3.0, "bce": 3.0}
+    names = r"weights of the saved state: expected those of \['ap', 'ce'\], got other names"
+    for changed, kind, text in (
+        ({"_extra_state": {"temperature": 0.1}}, RuntimeError, 'Unexpected key.* "_extra_state"'),  # of another class
+        ({"_extra_state": {"weights": {"ap": 1.0, "bce": 1.0}}}, ValueError, names),
+        ({"saved_weights": renamed.state_dict()["saved_weights"]}, ValueError, names),
+        (
+            {"saved_weights": torch.ones(4)},
+            ValueError,
+            r"expected a tensor of torch.float64 \(3,\), got torch.float32 \(4,",
+        ),
     ):
         with pytest.raises(kind, match=text):
-            other.load_state_dict({**other.state_dict(), "_extra_state": earlier})
-    with pytest.raises(ValueError, match=r"weights of the saved state: expected a tensor of shape \(2,\), got"):
-        other.load_state_dict({**other.state_dict(), "saved_weights": torch.ones(3)})
+            other.load_state_dict({**other.state_dict(), **changed})
     turned = CombinedLoss({"ce": BCEWithLogitsLoss(), "ap": SmoothAPLoss(1, queue_size=8)})
     turned.load_state_dict(loss.state_dict())  # the weights have their names in another order of the parts too
     assert dict(turned.weights) == dict(loss.weights)

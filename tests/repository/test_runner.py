@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -12,11 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
 import run
 import torch
 from workers import RemoteError, WorkerPool
+
+# By its path: in a process with other folders the name is that of another file.
+SPEC = importlib.util.spec_from_file_location("conftest_of_all", Path(run.__file__).with_name("conftest.py"))
+assert SPEC is not None
+assert SPEC.loader is not None
+conftest = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(conftest)
 
 PASSES = "def test():\n    pass\n"
 FAILS = "def test_a():\n    assert False\n"
