@@ -386,8 +386,11 @@ def check_device(name: str, value: Tensor, rows: Tensor, rows_name: str = "logit
 def checked_embeddings(name: str, rows: Tensor, width: int | None = None) -> Tensor:
     """Return ``rows`` (N, D) of floats in memory, or raise TypeError or ValueError; ``width`` is the D of a queue."""
     check_tensor(name, rows)
-    check_not_batched(rows)
-    if not rows.is_floating_point():
+    if func_transforms_are_active():
+        check_not_batched(rows)
+    if hasattr(rows, "full_tensor"):
+        raise TypeError(expected(name, "a plain tensor", rows, f"Pass {name}.full_tensor() or its local rows."))
+    if not rows.is_floating_point():  # a quantized one is none either
         raise TypeError(expected(name, "a floating-point tensor", rows, f"Use {name}.float()."))
     if rows.ndim != 2 or rows.shape[1] == 0:
         fix = f"Use {name}.flatten(1)."

@@ -6,22 +6,23 @@ their gradient that the other ranks have computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange, check_rows
+from ...distributed.exchange import Exchange
 from ...distributed.group import gradient_scale
 from ...distributed.header import each_or_raise
 from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
-from ...errors import Words, expected
+from ...errors import RankRuntimeError, Words, expected
 from ...kernels.costs import costs_of
-from ...kernels.registration import with_gradients
+from ...kernels.registration import exact, with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
 from ..pooled.hints import Hints
@@ -71,104 +72,170 @@ class ContrastiveLoss(HoldsQueue):
         self._hints = Hints(type(self).__name__)
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 
-    def _checked(self, name: str, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        self._check_not_gathered(group, **{name: rows})
-        rows = checked_embeddings(name, rows, self.queue.num_classes if self.queue_size else None)
-        check_rows([rows])
-        if func_transforms_are_active() or has_tangent(rows):
+    def _checked(self, **given: Tensor) -> dict[str, Tensor]:
+        """Return the checked rows of the arguments ``given``, or raise TypeError, ValueError or RuntimeError."""
+        width = self.queue.num_classes if self.queue_size else None
+        for name in given:
+            given[name] = checked_embeddings(name, given[name], width)
+        if func_transforms_are_active() or has_tangent(*given.values()):
             fix = "The loss of one call has a first derivative alone."
             what, other = "backward() or torch.autograd.grad", Words("a transform of torch.func or forward mode")
             raise RuntimeError(expected("differentiation", what, other, fix))
-        return rows
+        return given
 
-    @torch.no_grad()
-    def _comparable(self, rows: Tensor) -> Tensor:
-        """Return the rows as they are compared, in the dtype of the computation."""
-        return unit_rows(rows) if self.normalize else rows.detach().to(compute_dtype(rows.dtype))
+    def _queued_columns(self, like: Columns) -> list[Columns]:
+        """Return the rows of the queue that this call uses, in the dtypes of ``like``; an empty list without any."""
+        queued = self._queued_rows()
+        return [] if queued is None else [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels))]
 
-    def _gradient_of_given(self, gradient: Tensor, factor: int, unit: Tensor, rows: Tensor) -> Tensor:
-        """Return ``factor`` times the gradient of a caller's ``rows`` from that of :meth:`_comparable`, ``unit``."""
-        if not self.normalize:
-            return (factor * gradient).to(rows.dtype)
-        length = (rows.detach() * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
+    def _gradient_of_given(self, side: Side, factor: int) -> Tensor | None:
+        """Return ``factor`` times the gradient of the rows that the caller passed; None if it is not needed."""
+        gradient, others, rows, unit = side.grad_anchors, side.grad_candidates, side.own.rows, side.anchors.rows
+        if others is not None:
+            gradient = others if gradient is None else gradient + others
+        if gradient is None or not self.normalize:
+            return None if gradient is None else (factor * gradient).to(rows.dtype)
+        length = (rows * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
         along = (gradient * unit).sum(dim=1, keepdim=True)
         across = torch.addcmul(gradient, unit, along, value=-1)
         return across.div_(torch.where(length == 0, 1.0, length) / factor).to(rows.dtype)
 
-    def _with_queue(self, rows: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return all ``rows`` (M, D) with their targets (M,), followed by those of the queue."""
-        queued = self._queued_rows()
-        if queued is not None:
-            rows, targets = [*rows, queued.logits.to(rows[0])], [*targets, queued.targets.to(targets[0])]
-        return (torch.cat(rows), torch.cat(targets)) if len(rows) > 1 else (rows[0], targets[0])
-
     def _sum_over_ranks(
         self,
-        compute: Callable[[], tuple[LocalLoss, T]],
-        rows: Sequence[Tensor],
-        counts: Sequence[tuple[int, ...]],
+        compute: Callable[[], tuple[T, Tensor]],
+        sides: Sequence[Side],
         exchange: Exchange | None,
-        learned: Sequence[tuple[Tensor, bool]] = (),
+        learned: Sequence[Learned] = (),
     ) -> tuple[Tensor, T]:
-        """Return the loss, the sum of those of the ranks, with the gradients of ``rows``, this rank's, and ``learned``.
+        """Return the loss, the sum of those of the ranks, with the gradients of ``sides`` and ``learned``.
 
-        ``compute`` returns this rank's terms, and what is returned with the loss. If it fails on one rank, all raise.
-        ``counts`` are the numbers of rows of each rank, for each of ``rows``. ``learned`` are a learned scale and bias,
-        each with whether it is sharded. Their gradients are summed over the ranks: on every rank they are those of one
-        process, whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of
-        it. If one is sharded, the rank that has it gets all of it, because nothing sums it.
+        ``compute`` returns what is returned with the loss, and this rank's sums (1 + L,) float64: the loss and the
+        gradients of the L ``learned`` parameters. It leaves those of the rows in ``sides``. If it fails on one rank,
+        all raise. The gradients of ``learned`` are summed over the ranks: on every rank they are those of one process,
+        whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of it. A
+        sharded parameter keeps the full gradient on its rank: no wrapper reduces it.
         """
-
-        def local_sums() -> tuple[tuple[LocalLoss, T], Tensor]:
-            computed = compute()
-            return computed, torch.stack([computed[0].total, *computed[0].grad_learned])
-
-        if exchange is None:
-            (local, others), sums = local_sums()
-        else:
-            kind = 1 + len(learned), rows[0].device
-            (local, others), sums = each_or_raise(exchange, local_sums, *kind, "the sums")
-            sums = sums.sum(dim=0)
-        grad_all, k, share = [*local.grad_all], 1, 1.0
-        inputs = *rows, *(parameter for parameter, _ in learned)
-        with_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        if exchange is not None:
-            places_of: dict[tuple[int, ...], list[int]] = {}  # one reduce-scatter for rows of equal counts
-            for place, gradient in enumerate(grad_all):
-                if gradient is not None:
-                    places_of.setdefault(counts[place], []).append(place)
-            for of_ranks, places in places_of.items():
-                joined = torch.cat([cast(Tensor, grad_all[place]) for place in places], dim=1)
-                summed = exchange.sum_own(joined, of_ranks, "the gradients")
-                for place, gradient in zip(places, summed.chunk(len(places), dim=1)):
-                    grad_all[place] = gradient
-            k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
-            share = min(1.0, k / exchange.group.size())
-        value = sums[0].to(local.rows[0].dtype)
+        inputs = [side.own.rows for side in sides]
+        for item in learned:
+            inputs.append(item.parameter)
+        with_grad = torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in inputs]
+        k, share = 1, 1.0
+        with torch.no_grad():
+            if exchange is None:
+                others, sums = compute()
+            else:
+                others, sums = each_or_raise(exchange, compute, 1 + len(learned), inputs[0].device, "the sums")
+                sums = sums.sum(dim=0)
+                sides_of: dict[tuple[int, ...], list[Side]] = {}  # one reduce-scatter for sides of equal counts
+                for side in sides:
+                    if side.grad_candidates is not None:
+                        sides_of.setdefault(side.counts, []).append(side)
+                for counts, alike in sides_of.items():
+                    joined = torch.cat([cast(Tensor, side.grad_candidates) for side in alike], dim=1)
+                    summed = exchange.sum_own(joined, counts, "the gradients")
+                    for side, gradient in zip(alike, summed.chunk(len(alike), dim=1)):
+                        side.grad_candidates = gradient
+                k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
+                share = min(1.0, k / exchange.group.size())
+            value, *slopes = sums.unbind()
+            value = value.to(sides[0].anchors.rows.dtype)
+            if with_grad:
+                gradients = [self._gradient_of_given(side, k) for side in sides]
+                for slope, item in zip(slopes, learned):
+                    if item.limit < math.inf:  # above it, there is a gradient only if that lowers the parameter
+                        slope = torch.where(item.like(value) > item.limit, slope.clamp_min(0.0), slope)
+                    slope = slope if item.is_sharded else slope * share
+                    gradients.append(slope.to(item.parameter).reshape(item.parameter.shape))
         if with_grad:
-            gradients: list[Tensor | None] = []
-            for of_own, of_all, *given in zip(local.grad_own, grad_all, local.rows, rows):
-                present = [gradient for gradient in (of_own, of_all) if gradient is not None]
-                of_unit = sum(present[1:], present[0]) if present else None
-                gradients.append(None if of_unit is None else self._gradient_of_given(of_unit, k, *given))
-            slopes = [*sums[1:].unbind()]
-            if local.is_clamped is not None:
-                slopes[0] = torch.where(local.is_clamped, slopes[0].clamp_min(0.0), slopes[0])
-            for slope, (parameter, is_sharded) in zip(slopes, learned):
-                gradients.append((slope if is_sharded else slope * share).to(parameter).reshape(parameter.shape))
             value = with_gradients(type(self).__name__, value, gradients, *inputs)
         return note_kind(value, over_ranks=exchange is not None, of_pool=True), others
 
 
-class LocalLoss(NamedTuple):
-    """This rank's terms of the loss, summed, with their gradients; None for those that are not needed."""
+class Learned(NamedTuple):
+    """A parameter of a loss: the logarithm of the scale of the similarities, or their bias."""
 
-    rows: Sequence[Tensor]  # [N, D] each: those of this rank as they are compared
-    total: Tensor  # () float64
-    grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale and of the bias, if they are learned
-    grad_own: Sequence[Tensor | None]  # [N, D] each: of this rank's rows as anchors
-    grad_all: Sequence[Tensor | None]  # [sum of N, D] each: of the rows of all ranks as candidates
-    is_clamped: Tensor | None = None  # () bool: the scale is above its limit, and its gradient may only lower it
+    name: str
+    parameter: Tensor  # of one number
+    is_sharded: bool  # by FSDP2, in a call outside the forward of its module
+    limit: float  # a larger number counts as this one
+
+    def agreed(self, values: list[float], call: str, exchange: Exchange | None) -> Learned:
+        """Return the whole parameter, or raise on all ranks unless ``values``, that of each rank, are the same."""
+        parameter = self.parameter
+        if self.is_sharded:
+            parameter = parameter.full_tensor()  # type: ignore[attr-defined]  # it communicates: the ranks have agreed
+            if exchange is not None:
+                values = exchange.each(parameter.detach().reshape(1), f"the {self.name}")[:, 0].tolist()
+        if len({*map(repr, values)}) > 1:
+            fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
+            raise RankRuntimeError(expected(f"{call}: {self.name}", "the same on every rank", values, fix))
+        return self._replace(parameter=parameter)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return the number (), detached, in the dtype of ``tensor``."""
+        return self.parameter.detach().reshape(()).to(tensor)
+
+
+class Columns(NamedTuple):
+    """What belongs to each of a number of rows; None for what there is not."""
+
+    rows: Any  # [N, D]
+    labels: Any = None  # [N]
+    guide: Any = None  # [N, G] of another model; of fewer if only the first rows have it
+    weight: Tensor | None = None  # [N]
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Return the columns of ``parts``, one after another. Only the last parts may lack one that others have."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = [[*filter(torch.is_tensor, same)] for same in zip(*parts)]
+    return Columns(*[torch.cat(present) if present else None for present in columns])
+
+
+@dataclass(slots=True)
+class Side:
+    """One set of rows of a loss, such as its queries or its keys. A step sets first what is given, then what follows.
+
+    Attributes:
+        own: the columns of this rank, as the caller passed them.
+        needs_grad: whether the gradient of the rows is needed.
+        live: those of all ranks, or ``own`` where nothing is gathered; without rows if these stay on their rank.
+        counts: the number of rows of each rank, if they are gathered; ``first`` is where those of this rank begin.
+        anchors: ``own`` as they are compared.
+        candidates: ``live`` as they are compared, or ``own`` if the rows stay on their rank.
+        grad_anchors: [N, D] gradient of ``anchors``, None if it is not needed.
+        grad_candidates: [M, D] gradient of the candidates, and [N, D] once it has been summed over the ranks.
+    """
+
+    own: Columns
+    needs_grad: bool
+    live: Columns
+    counts: tuple[int, ...] = ()
+    first: int = 0
+    anchors: Columns = field(init=False)
+    candidates: Columns = field(init=False)
+    grad_anchors: Tensor | None = None
+    grad_candidates: Tensor | None = None
+
+    def gather(self, exchange: Exchange, counts: tuple[int, ...], arrived: Columns | None = None) -> None:
+        """Set the columns of all ranks, those that have ``arrived`` or else those of a collective."""
+        if arrived is None:
+            names = [name for name, column in zip(Columns._fields, self.own) if column is not None]
+            columns = exchange.rows([column for column in self.own if column is not None], counts)
+            arrived = Columns(**dict(zip(names, columns)))
+        self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.rank])
+
+    def compare(self, normalize: bool) -> None:
+        """Set the columns as they are compared, in the dtype of the computation."""
+        stay = self.live.rows is None
+        rows, labels, guide, weight = self.own if stay else self.live
+        rows = unit_rows(rows) if normalize else rows.to(compute_dtype(rows.dtype))
+        guide = None if guide is None else unit_rows(guide)
+        begin, count = 0 if stay else self.first, len(self.own.rows)
+        self.candidates = Columns(rows, labels, guide, weight)
+        of_own = rows[begin : begin + count], None if guide is None else guide[begin : begin + count]
+        self.anchors = self.own._replace(rows=of_own[0], guide=of_own[1])
 
 
 class SumOfBlocks(NamedTuple):
@@ -180,6 +247,7 @@ class SumOfBlocks(NamedTuple):
     grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale, and of the bias if there is one
 
 
+@exact
 def sum_of_blocks(
     anchors: Tensor,
     candidates: Tensor,
@@ -199,7 +267,7 @@ def sum_of_blocks(
     scaled = anchors * scale
     grad_anchors = torch.zeros_like(anchors) if needs[0] else None
     grad_candidates = torch.zeros_like(candidates) if needs[1] else None
-    grad_learned = [torch.zeros_like(total) for _ in range(1 + (bias is not None)) if needs[2]]
+    grad_learned = [total.clone(), total.clone()][: 1 + (bias is not None)] if needs[2] else []
     for place, scores in blocks_of_scores(scaled, candidates):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
         total += value
@@ -258,4 +326,5 @@ def check_like(name: str, rows: Tensor, others: Tensor, others_name: str) -> Non
         raise ValueError(expected(name, f"rows of {others.shape[1]} numbers, as {others_name}", rows))
     if rows.dtype != others.dtype:
         raise TypeError(expected(name, f"{others.dtype}, as {others_name}", rows, f"Use {name}.to({others.dtype})."))
-    check_device(name, rows, others, others_name)
+    if rows.device != others.device:
+        check_device(name, rows, others, others_name)

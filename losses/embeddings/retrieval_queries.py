@@ -14,7 +14,7 @@ from torch import Tensor
 from ...distributed.exchange import Exchange
 from ...distributed.header import each_or_raise
 from ...errors import first_order_only
-from ...kernels.registration import exact, register
+from ...kernels.registration import register
 from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
 from .base import sum_of_blocks
 
@@ -158,7 +158,7 @@ class SplitQueries(torch.autograd.Function):
 
         def compute() -> tuple[Tensor | None, Tensor]:
             arguments = unit, labels, temperature, weight, None, with_grad, own_rows
-            values, valid, gradient = exact(_sums_of_queries)(*arguments)
+            values, valid, gradient = _sums_of_queries(*arguments)
             block = values.new_zeros(2, width)  # begins with a 0
             block[0, 1 : 1 + rows[exchange.rank]] = values[own_rows]
             block[1, 1 : 1 + rows[exchange.rank]] = valid[own_rows]
@@ -178,8 +178,9 @@ class SplitQueries(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        unit, *saved = ctx.saved_tensors
-        (grad,) = exact(_scaled_or_recomputed)(grad_values, unit, *saved, ctx.temperature, ctx.count)
+        unit, labels, counted, gradient, weight = ctx.saved_tensors
+        saved = unit, labels, counted, gradient, weight, ctx.temperature, ctx.count
+        (grad,) = _scaled_or_recomputed(grad_values, *saved)
         if grad.shape != unit.shape:
             grad_own, grad = grad, torch.zeros_like(unit)
             grad[ctx.own_rows] = grad_own

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ...errors import check_number, expected
 from ..arguments import completed
 from ..base import GroupOptions
-from .base import softplus
+from .base import Learned, softplus
 from .pairs import PairLoss
 
 
@@ -78,8 +78,8 @@ class SigLIPLoss(PairLoss):
         shared = "learn", "max_logit_scale", "mask_margin", "normalize", "queue_size", "gradient_reduction"
         return shared if self.learn else ("bias", *shared)
 
-    def _bias(self, scale: Tensor, learned: Sequence[Tensor]) -> Tensor:
-        return learned[0].reshape(()).to(scale) if learned else scale.new_tensor(self.bias)
+    def _bias(self, scale: Tensor, learned: Sequence[Learned]) -> Tensor:
+        return learned[0].like(scale) if learned else scale.new_tensor(self.bias)
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         losses = softplus(-positives) + F.softplus(others, threshold=40.0).sum(dim=1)  # the default of 20 rounds

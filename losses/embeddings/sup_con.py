@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ from ...distributed.gather import gather_after
 from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
 from ...distributed.torch_private import not_compiled
 from ...errors import check_temperature, expected
-from ...kernels.registration import exact
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
-from .base import ContrastiveLoss, LocalLoss, check_like, lowest, softmax_, softplus, sum_of_blocks
+from .base import Columns, ContrastiveLoss, Side, check_like, joined, lowest, softmax_, softplus, sum_of_blocks
 from .retrieval import TENSORS, checked_labels
 
 
@@ -102,61 +101,59 @@ class SupConLoss(ContrastiveLoss):
         call, group = type(self).__name__, self._resolve_group()
         refuse_in_backward(call)
 
-        def bring() -> Offer[list[_Rows]]:
+        def bring() -> Offer[list[Side]]:
             check_temperature(self.temperature)
-            own, check = self._checked_rows("embeddings", embeddings, labels, sample_weight, group)
+            own, check = self._checked_columns("embeddings", embeddings, labels, sample_weight, group)
             if (reference is None) != (reference_labels is None):
                 raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
-            sets, tensors, of_call = [own], own, {}
+            parts, rows, of_call = [own], own.rows, dict[str, object]()
             if reference is not None and reference_labels is not None:
-                sets.append(self._checked_rows("reference", reference, reference_labels, None, group)[0])
-                check_like("reference", sets[1].rows, own.rows, "embeddings")
-                tensors, of_call = own._replace(rows=None), {"reference": describe_rows(sets[1].rows)}
+                parts.append(self._checked_columns("reference", reference, reference_labels, None, group)[0])
+                check_like("reference", parts[1].rows, own.rows, "embeddings")
+                rows, of_call = None, {"reference": describe_rows(parts[1].rows)}
+            sides = [Side(part, torch.is_grad_enabled() and part.rows.requires_grad, part) for part in parts]
             facts = {} if group is None else self._facts(of_call)
-            totals = [float(len(sets[-1].rows))]
-            return Offer(sets, facts, len(own.rows), totals, self._checksum, check, tensors, TENSORS)
+            totals, tensors = [float(len(parts[-1].rows))], (rows, own.labels, own.weight)
+            return Offer(sides, facts, len(own.rows), totals, self._checksum, check, tensors, TENSORS)
 
         agreed = agree_on(call, group, bring)
-        sets, counts = agreed.value, [agreed.rows, (*(int(number) for number, *_ in agreed.totals),)]
-        given = [part.rows for part in sets]
-        live, exchange, first = sets[0], None, 0
-        candidates, names = sets[-1][:2]
+        sides, exchange = agreed.value, None
+        anchors, *others = sides
         if group is not None:
             exchange = Exchange(call, group)
-            first = sum(agreed.rows[: exchange.rank])
             with torch.no_grad():
-                live = _Rows(*gather_after(call, group, agreed))
-                candidates, names = live[:2] if len(sets) == 1 else exchange.rows(sets[1][:2], counts[1])
-        needs = [torch.is_grad_enabled() and part.requires_grad for part in given]
+                rows, its_labels, weight = gather_after(call, group, agreed)
+                anchors.gather(exchange, agreed.rows, Columns(rows, its_labels, weight=weight))
+                for side in others:
+                    side.gather(exchange, (*(int(number) for number, *_ in agreed.totals),))
 
-        def compute() -> tuple[LocalLoss, tuple[Tensor, Tensor]]:
-            rows = [self._comparable(part) for part in given]
-            compared = rows[-1] if exchange is None else self._comparable(candidates)
-            local, has_pair = self._local_loss(rows, compared, names, live.labels, live.weight, first, needs)
-            return local, (compared, has_pair)
+        def compute() -> tuple[Tensor, Tensor]:
+            for side in sides:
+                side.compare(self.normalize)
+            return self._local_loss(sides)
 
-        loss, (compared, has_pair) = self._sum_over_ranks(compute, given, counts, exchange)
+        loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
-            self.queue.enqueue(compared, names)
+            self.queue.enqueue(*sides[-1].candidates[:2])
         if self.validate_args and self.training and self._hints.count_call():
             self._hints.observe_valid(has_pair, NO_PAIR)
-            if group is not None and len(sets) == 1:
-                self._hints.observe_ranks(agreed.rows, live)
+            if group is not None and not others:
+                self._hints.observe_ranks(agreed.rows, anchors.live)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
-    def _checked_rows(
+    def _checked_columns(
         self, name: str, rows: Tensor, labels: Tensor, sample_weight: Tensor | None, group: ProcessGroup | None
-    ) -> tuple[_Rows, DeviceCheck | None]:
+    ) -> tuple[Columns, DeviceCheck | None]:
         """Return the checked rows, one for each view, without those that are ignored, and the check of the weights."""
         self._check_not_gathered(group, **{name: rows}, labels=labels)
         has_views = isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 and rows.shape[1] > 0
         if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim > 3:
             fix = f"Use {name}.flatten(2) if dim 1 is views, else {name}.flatten(1)."
             raise ValueError(expected(name, "shape (N, D) or (N, V, D)", rows, fix))
-        flat = self._checked(name, rows.flatten(0, 1) if has_views else rows, group)
+        flat = self._checked(**{name: rows.flatten(0, 1) if has_views else rows})[name]
         targets = checked_labels(labels, rows, name)
         weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
         if has_views:
@@ -168,30 +165,22 @@ class SupConLoss(ContrastiveLoss):
             kept = (~ignored).nonzero()[:, 0]
             flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
             weight = None if weight is None else weight.index_select(0, kept)
-        return _Rows(flat, targets, weight), check
+        return Columns(flat, targets, weight=weight), check
 
-    @torch.no_grad()
-    def _local_loss(
-        self,
-        own: Sequence[Tensor],
-        live: Tensor,
-        names: Tensor,
-        targets: Tensor,
-        weight: Tensor | None,
-        first: int,
-        needs: Sequence[bool],
-    ) -> tuple[LocalLoss, Tensor]:
-        """Return this rank's terms of the loss, and which of the anchors of all ranks have a pair, (N,) bool.
+    def _local_loss(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
+        """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,).
 
-        ``own`` are this rank's anchors, which begin at ``first`` of those of all with the labels ``targets`` (N,), and
-        its reference, if there is one. The ``live`` candidates (M, D) have the labels ``names``; without a reference
-        they are the anchors.
+        The first side are the anchors, and the last one the candidates: the reference, or the anchors themselves. The
+        gradients of the rows are left in the sides.
         """
-        rows, has_reference = own[0], len(own) > 1
-        candidates, names = self._with_queue([live], [names])
-        joined = torch.cat([targets, names]) if has_reference else names
-        distinct, label = joined.unique(return_inverse=True)
-        anchor, label = label[: len(targets)], label[len(joined) - len(names) :]
+        anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
+        rows, targets, weight = anchors.anchors.rows, anchors.live.labels, anchors.live.weight
+        first = anchors.first
+        own = slice(first, first + len(rows))
+        candidates, candidate_labels, *_ = joined([others.candidates, *self._queued_columns(others.candidates)])
+        labels = torch.cat([targets, candidate_labels]) if has_reference else candidate_labels
+        distinct, label = labels.unique(return_inverse=True)
+        anchor, label = label[: len(targets)], label[len(labels) - len(candidate_labels) :]
         count = torch.bincount(label, minlength=len(distinct))
         has_pair = count[anchor] > (not has_reference)
         if weight is None:
@@ -199,28 +188,19 @@ class SupConLoss(ContrastiveLoss):
         else:
             weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
-            share = (weight / torch.where(mass > 0, mass, 1.0))[first : first + len(rows)]
-        groups = _LabelGroups(
-            anchor[first : first + len(rows)], count, label.argsort(stable=True), count.cumsum(0) - count
-        )
+            share = (weight / torch.where(mass > 0, mass, 1.0))[own]
+        groups = _LabelGroups(anchor[own], count, label.argsort(stable=True), count.cumsum(0) - count)
         largest = int(count.max()) if len(label) else 0
         of_self = None if has_reference else first
         block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=of_self)
-        scale = rows.new_tensor(1.0 / self.temperature)
-        sums = exact(sum_of_blocks)(rows, candidates, scale, (needs[0], needs[-1], False), block_loss)
-        of_live = None if sums.grad_candidates is None else sums.grad_candidates[: len(live)]
+        needs = anchors.needs_grad, others.needs_grad, False
+        sums = sum_of_blocks(rows, candidates, rows.new_tensor(1.0 / self.temperature), needs, block_loss)
+        anchors.grad_anchors = sums.grad_anchors
+        if sums.grad_candidates is not None:
+            others.grad_candidates = sums.grad_candidates[: len(others.candidates.rows)]
         # A NaN reaches the loss even if no row counts.
-        total = sums.total + sum(0.0 * part.sum(dtype=torch.float64) for part in own)
-        nothing = [None] * has_reference
-        return LocalLoss(own, total, [], [sums.grad_anchors, *nothing], [*nothing, of_live]), has_pair
-
-
-class _Rows(NamedTuple):
-    """Rows with their labels and weights, of this rank or of all."""
-
-    rows: Any  # [N, D]; None if they stay on their rank
-    labels: Tensor  # [N]
-    weight: Tensor | None = None  # [N]
+        total = sums.total + sum(0.0 * side.anchors.rows.sum(dtype=torch.float64) for side in sides)
+        return has_pair, total[None]
 
 
 class _LabelGroups(NamedTuple):
