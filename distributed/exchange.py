@@ -177,7 +177,7 @@ def describe_rows(tensor: Tensor | None) -> str | None:
     if tensor is None:
         return None
     gradient = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
-    sizes = "".join(f", {size}" for size in tensor.shape[1:])
+    sizes = "".join(map(", {}".format, tensor.shape[1:]))
     return f"{str(tensor.dtype).removeprefix('torch.')} (N{sizes}){gradient} on {tensor.device.type}"
 
 

@@ -396,7 +396,7 @@ class MemoryQueue(SavedState):
 
 def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Return tensors on the CPU as numpy arrays, with which operations on few rows take a third of the time."""
-    rows = (None if tensor is None else tensor.contiguous() for tensor in tensors)
+    rows = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     return [tensor.resolve_neg().numpy() if tensor is not None and tensor.is_cpu else tensor for tensor in rows]
 
 

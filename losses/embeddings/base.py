@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -189,8 +190,8 @@ def joined(parts: Sequence[Columns]) -> Columns:
     """Return the columns of ``parts``, one after another. Only the last parts may lack one that others have."""
     if len(parts) == 1:
         return parts[0]
-    columns = [[*filter(torch.is_tensor, same)] for same in zip(*parts)]
-    return Columns(*[torch.cat(present) if present else None for present in columns])
+    columns = map(partial(filter, torch.is_tensor), zip(*parts))
+    return Columns(*[torch.cat(present) if (present := [*column]) else None for column in columns])
 
 
 @dataclass(slots=True)
@@ -232,10 +233,10 @@ class Side:
         rows, labels, guide, weight = self.own if stay else self.live
         rows = unit_rows(rows) if normalize else rows.to(compute_dtype(rows.dtype))
         guide = None if guide is None else unit_rows(guide)
-        begin, count = 0 if stay else self.first, len(self.own.rows)
+        begin = 0 if stay else self.first
+        place = slice(begin, begin + len(self.own.rows))
         self.candidates = Columns(rows, labels, guide, weight)
-        of_own = rows[begin : begin + count], None if guide is None else guide[begin : begin + count]
-        self.anchors = self.own._replace(rows=of_own[0], guide=of_own[1])
+        self.anchors = self.own._replace(rows=rows[place], guide=None if guide is None else guide[place])
 
 
 class SumOfBlocks(NamedTuple):

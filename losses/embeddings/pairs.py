@@ -220,9 +220,8 @@ class PairLoss(ContrastiveLoss):
         if isinstance(negatives, Tensor) and not negatives.is_floating_point():
             fix = "If these are labels, pass labels=. If they are embeddings, use negatives.float()."
             raise TypeError(expected("negatives", "shape (M, D) or (N, K, D) of floats", negatives, fix))
-        checked = self._checked(
-            **{name: _flattened(rows) if name == "negatives" else rows for name, rows in given.items()}
-        )
+        flat = {} if negatives is None else {"negatives": _flattened(negatives)}
+        checked = self._checked(**{**given, **flat})
         queries, keys = checked["queries"], checked["keys"]
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
@@ -234,7 +233,8 @@ class PairLoss(ContrastiveLoss):
             raise TypeError(expected("mask", f"a tuple of embeddings of a guide, of {', '.join(given)}", got))
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            check_like(name, rows, queries, "queries")
+            if name != "queries":
+                check_like(name, rows, queries, "queries")
             guide = None
             if mask is not None:
                 self._check_not_gathered(group, mask=mask[place])
@@ -292,7 +292,7 @@ class PairLoss(ContrastiveLoss):
 
         num_pairs = len(keys.anchors.rows)
         shares_product = self.symmetric and num_pairs == len(keys.candidates.rows) <= anchors_at_once(candidates.rows)
-        sums: Tensor | None = None
+        sums: list[Tensor] = []
         for direction in (there, back) if self.symmetric and not shares_product else (there,):
             anchors, begin = direction.anchors, 0
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
@@ -304,16 +304,14 @@ class PairLoss(ContrastiveLoss):
                 if side.needs_grad and result.grad_candidates is not None:
                     side.grad_candidates = result.grad_candidates[begin:end]
                 begin = end
-            of_direction = torch.stack([result.total, *result.grad_learned])
-            sums = of_direction if sums is None else sums + of_direction
-        assert sums is not None
+            sums.append(torch.stack([result.total, *result.grad_learned]))
         if shares_product:  # every rank sends the same gradients, whether it shares the product or not
             queries.grad_anchors, queries.grad_candidates = None, queries.grad_anchors
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
         for part in (candidates.guide, limit, *[side.anchors.rows for side in further]):
             if part is not None:
-                sums[0] += 0.0 * part.sum(dtype=torch.float64)
-        return sums
+                sums[0][0] += 0.0 * part.sum(dtype=torch.float64)
+        return sum(sums[1:], sums[0])
 
     def _block_loss(self, scores: Tensor, place: slice, direction: _Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
