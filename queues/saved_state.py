@@ -119,13 +119,15 @@ class SavedState(nn.Module):
             setattr(self.get_submodule(".".join(owner)), name, value)
         self._read = {}
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, *args: Any) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers, and the state where this module alone is asked, as torch.distributed.checkpoint does.
 
-        It gives only what it finds so the names of a wrapped model, and the values of the first rank. DDP asks the
-        whole model, which lists the buffers of the modules inside without this method.
+        What it finds here gets the names in a wrapped model, and the values of rank 0 in a broadcast. DDP asks the
+        whole model, which finds the buffers of the modules inside without this method.
         """
-        yield from super().named_buffers(prefix, recurse, *args)
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
         yield from () if recurse else self._saved().items()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

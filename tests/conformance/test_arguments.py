@@ -271,6 +271,9 @@ def test_arguments_of_calls(rank: int, name: str) -> None:
 # The walk over the public signatures
 
 
+OF_TORCH = {*dir(torch.nn.Module)} - {"forward"}
+
+
 def public() -> dict[str, Callable[..., Any]]:
     """Return what is public: functions, classes that are no base of another, their methods with optional arguments.
 
@@ -284,7 +287,8 @@ def public() -> dict[str, Callable[..., Any]]:
         if value in bases or issubclass(value, (tuple, BaseException)):
             continue
         found[name] = value
-        methods = {method: inspect.getattr_static(value, method) for method in dir(value) if method[0] != "_"}
+        names = [method for method in dir(value) if method[0] != "_" and method not in OF_TORCH]
+        methods = {method: inspect.getattr_static(value, method) for method in names}
         for method, called in methods.items():
             if inspect.isfunction(called) and called.__module__.startswith("fullrank") and optional(called):
                 found[f"{name}.{method}"] = called

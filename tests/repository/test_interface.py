@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+OF_TORCH = {*dir(torch.nn.Module)} - {"forward"}
 TABLE = Path(__file__).with_name("interface.txt")
 FOLDERS = ["", ".accumulation", ".data", ".distributed", ".gradients", ".large", ".losses", ".metrics", ".queues"]
 FRAMEWORKS = [f".integrations.{name}" for name in ("lightning", "sentence_transformers", "sklearn", "transformers")]
@@ -37,7 +39,8 @@ def signatures(module: str) -> Iterator[str]:
         path = f"{place if module in FRAMEWORKS else place.partition('.')[0]}.{name}"
         yield f"{path}{without_types(value)}"
         for method, function in inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else ():
-            is_ours = not method.startswith("_") and str(function.__module__).startswith("fullrank")
+            is_ours = method not in OF_TORCH and str(function.__module__).startswith("fullrank")
+            is_ours = is_ours and not method.startswith("_")
             if is_ours and "=" in (arguments := str(without_types(function))):
                 yield f"{path}.{method}{arguments}"
 
