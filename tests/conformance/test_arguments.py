@@ -206,7 +206,7 @@ def differs(found: list[Tensor], expected: list[Tensor]) -> float:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "smooth_ap" else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "sigmoid_focal" else pytest.mark.slow)
         for name, row in LOSSES.items()
         if row.module is not None
     ],

@@ -83,6 +83,7 @@ def test_control_without_the_check_torch_raises(rank: int) -> None:
             assert "differentiation: expected" not in text
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_losses_over_ranks_are_eager_ones(rank: int) -> None:
     """Also the third module of a class, for which the compiler no longer takes attributes for constants.
