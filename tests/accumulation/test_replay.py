@@ -532,7 +532,7 @@ QUEUED = {
 }
 
 
-@pytest.mark.parametrize("kind", QUEUED)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "drawn")) for kind in QUEUED])
 @on_ranks(1, 2)
 def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
     """The losses, the queue and the gradients are those of a run without the failures, on every rank."""

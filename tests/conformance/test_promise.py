@@ -385,7 +385,8 @@ def other_part(part: Loss, size: int, replaced: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in POOLED)) for n, loss in LOSSES.items() if loss.module]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "combined")) for n, loss in LOSSES.items() if loss.module],
 )
 @on_ranks(2)
 def test_no_row_on_any_rank(rank: int, name: str) -> None:

@@ -172,9 +172,10 @@ def _of_layout(
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if is_first(call) else pytest.mark.slow) for name, call in CALLS.items()]
-)
+LAID_OUT = ("smooth_ap", "ndcg", "info_nce", "sup_con", "cross_entropy")  # in the fast tests, one of each entrance
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in LAID_OUT)) for n in CALLS])
 @on_ranks()
 def test_any_layout_of_the_rows_of_one_rank(rank: int, name: str) -> None:
     """In both steps the bits are those of a plain copy, or all ranks raise the same."""
@@ -226,7 +227,9 @@ def _lacks_memory(*args: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 
 
-@pytest.mark.parametrize("name", BY_PARTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (place > 2)) for place, n in enumerate(BY_PARTS)]
+)
 @on_ranks()
 @mock.patch.object(retrieval, "FEWEST_SPLIT", 0)
 def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> None:
