@@ -33,7 +33,7 @@ from torch import Tensor
 import fullrank
 from fullrank.distributed import exchange
 from fullrank.large import ShardedLoss
-from fullrank.losses import retrieval
+from fullrank.losses.embeddings import retrieval
 
 MOST_ROWS = 2_000_000  # times classes, of a gathered pool that is computed
 FEATURES = 64

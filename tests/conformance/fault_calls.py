@@ -364,7 +364,7 @@ _FAULTS = {
     "softmax_focal": (_CLASSES, _DIFFERENT_CLASSES),
     "parts": (_BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
 }
-_HEADS = {"combined": (f"CrossEntropyLoss + {_MAIN}",)}
+_HEADS = {"combined": (f"CrossEntropyLoss + {_MAIN}", _MAIN)}  # the latter has the rows
 
 _NAMES = [name for name, form in FORMS.items() if form.loss.module and form.settings.get("reduction") != "none"]
 CALLS = {name: _loss(FORMS[name]) for name in _NAMES if name != "warm_up"}

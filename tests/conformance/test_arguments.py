@@ -287,7 +287,8 @@ def public() -> dict[str, Callable[..., Any]]:
         if value in bases or issubclass(value, (tuple, BaseException)):
             continue
         found[name] = value
-        names = [method for method in dir(value) if method[0] != "_" and method not in OF_TORCH]
+        of_torch = OF_TORCH if issubclass(value, torch.nn.Module) else set()
+        names = [method for method in dir(value) if method[0] != "_" and method not in of_torch]
         methods = {method: inspect.getattr_static(value, method) for method in names}
         for method, called in methods.items():
             if inspect.isfunction(called) and called.__module__.startswith("fullrank") and optional(called):

@@ -318,7 +318,7 @@ def _live(
     os._exit(0)  # the group is broken: nothing can be torn down in order
 
 
-TWO_LOSSES = ("wrapper_in_blend", "combined")
+TWO_LOSSES = ("wrapper_in_blend",)
 
 
 def _die() -> None:
@@ -523,7 +523,7 @@ def test_a_rank_killed_in_forward(name: str, number: int) -> None:
     if (name, number) in REDUCED:
         what = f"the all-reduce of the {REDUCED[name, number]}"
     assert_named(fates, what, "Another rank has probably died")
-    assert all(fate.text.startswith(CALLS[name].heads) for fate in fates if fate.error)
+    assert [fate.text for fate in fates if fate.error and not fate.text.startswith(CALLS[name].heads)] == []
 
 
 @pytest.mark.slow

@@ -265,7 +265,8 @@ def places(rank: int, folder: str) -> None:
     def train_once(run: str, temperature: float, inside: str = "", resume: Any = None, **options: Any) -> float:
         once = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 9}
         arguments = make_arguments(f"{folder}/{run}", **{**once, **options})
-        loss_fn = fullrank.SmoothAPLoss(1, queue_size=8, temperature=temperature)
+        loss_fn = fullrank.SmoothAPLoss(1, queue_size=8, temperature=1.0)
+        loss_fn.temperature = temperature  # that of the constructor is in no checkpoint
         common = {"model": make_model("bert"), "args": arguments, "train_dataset": pooled_rows()[:8]}
         trainer = SearchTrainer(pooled_loss=loss_fn, **common)
         trainer.inside = inside

@@ -39,8 +39,8 @@ def signatures(module: str) -> Iterator[str]:
         path = f"{place if module in FRAMEWORKS else place.partition('.')[0]}.{name}"
         yield f"{path}{without_types(value)}"
         for method, function in inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else ():
-            is_ours = method not in OF_TORCH and str(function.__module__).startswith("fullrank")
-            is_ours = is_ours and not method.startswith("_")
+            is_ours = not method.startswith("_") and str(function.__module__).startswith("fullrank")
+            is_ours = is_ours and not (issubclass(value, torch.nn.Module) and method in OF_TORCH)
             if is_ours and "=" in (arguments := str(without_types(function))):
                 yield f"{path}.{method}{arguments}"
 
