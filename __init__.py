@@ -33,6 +33,7 @@ from .losses import (
     SupConLoss,
     causal_lm_loss,
 )
+from .preflight import verify_step
 from .queues import MemoryQueue
 
 __version__ = "0.1.0"
@@ -85,5 +86,6 @@ __all__ = [
     "sequence_sync_group",
     "sum_gradients_",
     "total_grad_norm",
+    "verify_step",
     "windows",
 ]

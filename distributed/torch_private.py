@@ -42,6 +42,12 @@ def bound_device(group: ProcessGroup) -> torch.device | None:
     return getattr(group, "bound_device_id", None)
 
 
+def collectives_by_group() -> dict[ProcessGroup, int]:
+    """Return the number of collectives that each process group has counted."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
+    return {group: group._get_sequence_number_for_group() for group in groups}
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -1,1 +1,7 @@
-"""A check of the user's cluster, with its backend and devices, to run before the first training."""
+"""Checks before the first training: of the user's cluster (``python -m fullrank``), and of the user's own step."""
+
+from .joining import concatenate, pad_tokens
+from .report import StepReport
+from .verify import verify_step
+
+__all__ = ["StepReport", "concatenate", "pad_tokens", "verify_step"]

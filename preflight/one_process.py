@@ -1,0 +1,406 @@
+"""A training step on one process: what a run may change, and the same step on an unwrapped copy of the model, alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import os
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ..distributed.group import is_initialized
+from ..distributed.torch_private import collectives_by_group
+from ..errors import Words, expected
+from ..gradients import discard_gradients_
+from ..gradients.parameters import is_dtensor
+from ..gradients.torch_private import fsdp_modules
+from ..gradients.wrappers import find_sync
+from ..losses.base import DistributedLoss
+
+Step = Callable[[nn.Module, Any], Any]
+Gradients = dict[str, Tensor | None]
+
+_COMPILED = {"_orig_mod", "_checkpoint_wrapped_module"}  # the names that wrappers other than DDP add to a parameter's
+
+
+class State:
+    """What a step may change: the model, modules outside it, optimizers, scalers, and the random states.
+
+    Args:
+        step: the modules that its code names, and all that are called in a run, are put back too.
+        model: the model that is trained.
+        losses: further modules.
+    """
+
+    def __init__(self, step: Step, model: nn.Module, losses: Sequence[nn.Module]) -> None:
+        self.model, self.is_optimized = model, False
+        self.lowest = torch.float64  # the dtype of the lowest precision that a parameter has or a module returned
+        self.outside: dict[nn.Module, tuple[dict[str, Any], bool, list[Any]]] = {}  # state, training mode, gradients
+        self._inside = set(model.modules())
+        self._sync = find_sync(model)
+        self._random = _random_state()
+        self._training = [(module, module.training) for module in model.modules()]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._values += [(p, p.detach().clone()) for p in model.parameters() if is_dtensor(p)]
+        self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+        self._stepped: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        self.optimizers, self._scalers = [], []
+        parameters = set(model.parameters())
+        for found in gc.get_objects():
+            if issubclass(type(found), Optimizer) and any(parameters & set(g["params"]) for g in found.param_groups):
+                self.optimizers.append(found)
+            elif issubclass(type(found), torch.amp.GradScaler):
+                self._scalers.append((found, found.state_dict()))
+        for parameter in parameters:
+            self._lower(parameter)
+        for module in (*losses, *_modules_named_in(step)):
+            self._watch(module)
+
+    def keep(self, copied: nn.Module, parameters: dict[nn.Parameter, Tensor]) -> None:
+        """Put back plain parameters from a copy of the model that exists anyway, whose modules are not watched."""
+        self._inside.update(copied.modules())
+        self._values += [(p, value) for p, value in parameters.items() if not is_dtensor(p)]
+
+    def _lower(self, tensor: object) -> None:
+        if not torch.compiler.is_compiling() and isinstance(tensor, Tensor) and tensor.is_floating_point():
+            self.lowest = max(self.lowest, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _watch(self, module: nn.Module, *_: object) -> None:
+        if (
+            torch.compiler.is_compiling()
+            or module in self._inside
+            or module in self.outside
+            or self._inside & set(module.modules())
+        ):
+            return
+        grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self.outside[module] = copy.deepcopy(module.state_dict()), module.training, grads
+        self._inside.update(module.modules())  # the state of the module has theirs
+
+    def _watch_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self.is_optimized = True
+        if id(optimizer) not in self._stepped:
+            self._stepped[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Watch what is called inside, and put everything back at the end."""
+        handles = [
+            register_module_forward_pre_hook(self._watch),
+            register_module_forward_hook(lambda module, args, output: self._lower(output)),
+            register_optimizer_step_pre_hook(self._watch_optimizer),
+        ]
+        is_done = False
+        try:
+            with self._sync.restored():
+                yield
+            is_done = True
+        finally:
+            for handle in handles:
+                handle.remove()
+            if not is_done:
+                self._sync.forget_forwards()
+            self.rewind()
+            discard_gradients_(self.model)
+            with torch.no_grad():
+                for parameter, grad, values in self._grads:
+                    parameter.grad = grad if grad is None or values is None else grad.copy_(values)
+            for _, _, grads in self.outside.values():
+                for parameter, grad in grads:
+                    parameter.grad = grad
+
+    def rewind(self, seed: int | None = None) -> None:
+        """Put back everything but the gradients of the model; with ``seed``, draw other random numbers from now on."""
+        for module, is_training in self._training:
+            module.training = is_training
+        with torch.no_grad():
+            for tensor, value in self._values:
+                if not torch.equal(_local(tensor), _local(value)):
+                    self.is_optimized |= isinstance(tensor, nn.Parameter)
+                    tensor.copy_(value)
+        for optimizer, state in self._stepped.values():
+            optimizer.load_state_dict(state)
+        for scaler, state in self._scalers:
+            with suppress(AssertionError):  # nothing was unscaled
+                scaler.update()
+            scaler.load_state_dict(state)
+        for module, (state, is_training, grads) in self.outside.items():
+            module.load_state_dict(state)
+            module.train(is_training)
+            for parameter, _ in grads:
+                parameter.grad = None
+        _set_random_state(self._random)
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+
+    def parameters_outside(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of modules outside the model, by the class of the module and their names."""
+        named = [
+            (f"{type(module).__name__}.{name}", p) for module in self.outside for name, p in module.named_parameters()
+        ]
+        return {
+            f"{name} ({number})" if name in dict(named[:number]) else name: p for number, (name, p) in enumerate(named)
+        }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if is_dtensor(detached) else detached
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that may be sharded; collective if it is."""
+    detached = tensor.detach()
+    return detached.full_tensor() if is_dtensor(detached) else detached
+
+
+def _modules_named_in(step: Step) -> Iterator[nn.Module]:
+    """Yield the modules that the code of ``step`` refers to."""
+    function: Any = step
+    values: list[Any] = []
+    while isinstance(function, functools.partial):
+        values += [*function.args, *function.keywords.values()]
+        function = function.func
+    function = getattr(function, "__func__", function)
+    values += list(getattr(getattr(step, "__self__", None), "__dict__", {}).values())
+    if inspect.isfunction(function):
+        named = inspect.getclosurevars(function)
+        values += [*named.nonlocals.values(), *named.globals.values(), *(function.__defaults__ or ())]
+    yield from (value for value in values if isinstance(value, nn.Module))
+
+
+def _random_state() -> tuple[Any, ...]:
+    device = torch.accelerator.current_accelerator()
+    own = None if device is None else torch.get_device_module(device).get_rng_state()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own  # noqa: NPY002
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
+    torch.set_rng_state(state[2])
+    device = torch.accelerator.current_accelerator()
+    if device is not None:
+        torch.get_device_module(device).set_rng_state(state[3])
+
+
+class NoDropout(TorchFunctionMode):
+    """Inside, every dropout returns its input."""
+
+    _NAMES = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "").rstrip("_")
+        if name in self._NAMES:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args = args if len(args) < 5 else (*args[:4], 0.0, *args[5:])
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+class _OneProcess(nn.Module):
+    """Stands in for DDP on one process."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.require_backward_grad_sync = module, True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module inside has, for a step that unwraps what is an instance of DDP."""
+        module = self.__dict__["_modules"]["module"]
+        return module if name == "module" else getattr(module, name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+def plain_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names without those that wrappers add."""
+    wrapped = {f"{name}." if name else "" for name, m in model.named_modules() if isinstance(m, DDP | _OneProcess)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        kept, path = [], ""
+        for part in name.split("."):
+            if part not in _COMPILED and not (part == "module" and path in wrapped):
+                kept.append(part)
+            path += f"{part}."
+        found[".".join(kept)] = parameter
+    return found
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy without wrappers."""
+    modules = list(model.modules())
+    what, fix = "a model that can be copied", "Pass build_model=, a function that makes it without wrappers."
+    if fsdp_modules(modules) or any(map(is_dtensor, model.parameters())):
+        raise ValueError(expected("model", what, Words("one with sharded parameters"), fix))
+    memo: dict[int, Any] = {}
+    try:
+        for module in reversed(modules):
+            if isinstance(module, DDP):
+                memo[id(module)] = _OneProcess(copy.deepcopy(module.module, memo))
+            elif "_orig_mod" in dict(module.named_children()):
+                memo[id(module)] = copy.deepcopy(module.get_submodule("_orig_mod"), memo)
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(expected("model", what, Words(f"{type(error).__name__}: {error}"), fix)) from error
+
+
+def _no_switch(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Stand in for a method of FSDP2, on one process."""
+
+
+class Reference:
+    """The step on one process: a copy of the model without wrappers, and a process group of this rank alone.
+
+    Args:
+        run: runs the step with a model and a batch, and returns the loss.
+        state: of the step.
+        build_model: makes the model without wrappers; None to copy the one that is trained.
+    """
+
+    def __init__(
+        self, run: Callable[[nn.Module, Any], Any], state: State, build_model: Callable[[], nn.Module] | None
+    ) -> None:
+        self._run, self._state = run, state
+        self._model = _copied(state.model) if build_model is None else build_model()
+        if not isinstance(self._model, nn.Module):
+            raise TypeError(expected("build_model", "a function that returns an nn.Module", self._model))
+        if wrapped := fsdp_modules(state.model.modules()):
+            names = [name for name in dir(type(wrapped[0]).__mro__[1]) if not hasattr(nn.Module, name)]
+            kind = type(self._model)
+            self._model.__class__ = type(kind.__name__, (kind,), {n: _no_switch for n in names if not hasattr(kind, n)})
+        self.parameters = plain_names(self._model)
+        self._load(is_first=True)
+        sources = self._sources()
+        state.keep(self._model, {source: self.parameters[name].detach() for name, source in sources.items()})
+        self._by_source = {id(source): self.parameters[name] for name, source in sources.items()}
+        self._training = [(module, module.training) for module in self._model.modules()]
+        self._group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if is_initialized() else None
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def _load(self, *, is_first: bool = False) -> None:
+        """Give the copy the full parameters of the model, in the memory that it has after the first time."""
+        for name, source in self._sources().items():
+            parameter = self.parameters[name]
+            values = whole(source)
+            if is_first:
+                parameter.data = torch.empty_like(values)
+                parameter.requires_grad_(source.requires_grad)
+            parameter.detach().copy_(values)
+
+    def _sources(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model that is trained, which the copy has too."""
+        own, sources = self.parameters, plain_names(self._state.model)
+        differ = {name for name in sources.keys() & own.keys() if sources[name].shape != own[name].shape}
+        if names := sorted(differ | (sources.keys() ^ own.keys())):
+            got = Words(f"one that differs in {', '.join(names[:4])}")
+            raise ValueError(expected("build_model", "the model that is trained, without wrappers", got))
+        return sources
+
+    def run(self, batch: Any, seed: int | None = None) -> tuple[float | None, Gradients]:
+        """Return the loss and the gradients of the step with ``batch`` alone, with other random numbers for a seed."""
+        self._state.rewind(seed)
+        for module, is_training in self._training:
+            module.training = is_training
+        for buffer, source in zip(self._model.buffers(), self._state.model.buffers()):
+            buffer.data = source.detach().clone()
+        self._model.zero_grad(set_to_none=True)
+        try:
+            before, failure = collectives_by_group(), None
+            try:
+                with self._alone(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    value = self._run(self._model, batch)
+            except Exception as error:
+                failure = error
+            self._check_groups(before, failure)
+            if failure is not None:
+                raise failure
+            return value, take_gradients(self.parameters | self._state.parameters_outside())
+        finally:
+            if self._state.is_optimized:
+                self._load()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, this process is the only one, and optimizers have the parameters of the copy."""
+        modules = {*self._model.modules(), *(part for module in self._state.outside for part in module.modules())}
+        losses = [m for m in modules if isinstance(m, DistributedLoss) and m.group is not None]
+        gathers = [loss.gather_distributed for loss in losses]
+        optimizers = [(optimizer, optimizer.state) for optimizer in self._state.optimizers]
+        held = [(group, group["params"]) for optimizer, _ in optimizers for group in optimizer.param_groups]
+        variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+        world = dist.group.WORLD if is_initialized() else None
+        try:
+            for optimizer, _ in optimizers:
+                optimizer.state = defaultdict(dict)
+            for group, parameters in held:
+                group["params"] = [self._by_source.get(id(parameter), parameter) for parameter in parameters]
+            for loss in losses:
+                loss.gather_distributed = False
+            if world is not None:
+                dist.group.WORLD = self._group
+                os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
+            yield
+        finally:
+            if world is not None:
+                dist.group.WORLD = world
+            for name, value in variables.items():
+                os.environ.update({} if value is None else {name: value})
+            for loss, gathered in zip(losses, gathers):
+                loss.gather_distributed = gathered
+            for optimizer, kept in optimizers:
+                optimizer.state = kept
+            for group, parameters in held:
+                group["params"] = parameters
+
+    def _check_groups(self, before: dict[ProcessGroup, int], error: Exception | None) -> None:
+        """Raise ValueError if the step has communicated over a group that is not that of this process alone."""
+        after = collectives_by_group()
+        others = [group for group, number in after.items() if number != before.get(group, number)]
+        if others := [group for group in others if group is not self._group]:
+            what = "a step that communicates over the default group, or over that of a loss of this package"
+            got = Words(f"a step with a group of its own, ranks {dist.get_process_group_ranks(others[0])}")
+            fix = (
+                "On one process that group does not exist. Let the step ask for dist.group.WORLD each time, or pass no "
+                "group, and use no wrapped model but the one that it is given."
+            )
+            raise ValueError(expected("step", what, got, fix)) from error
+
+
+def take_gradients(parameters: dict[str, nn.Parameter]) -> Gradients:
+    """Return the gradients of ``parameters``, which have none afterwards."""
+    gradients: Gradients = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            gradients[name], parameter.grad = parameter.grad, None
+    return gradients
