@@ -5,11 +5,13 @@ It works with both distributions, ``lightning`` and ``pytorch_lightning``, also 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Words, expected
+from ..preflight import StepReport, verify_step
 from .monitor import Monitor, find_schedules, warn_of_accumulation
 
 # The Callback class of each installed distribution. A Trainer accepts a single callback only if it is an instance of
@@ -98,3 +100,51 @@ class LossMonitor(_Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop counting."""
         self._monitor.stop()
+
+
+class VerifyStep(_Callback):
+    """Compare the gradients of the first training step with those of one process: :func:`~fullrank.verify_step`.
+
+    In the first ``on_train_batch_start`` it runs ``training_step`` of the batch, as Lightning would, and the backward,
+    and prints the report on rank 0; then it does nothing more. For automatic optimization without
+    ``accumulate_grad_batches``; with manual optimization call ``verify_step`` yourself.
+
+    Args:
+        check: raise on every rank unless the gradients are exact.
+        **options: of :func:`~fullrank.verify_step`, such as ``build_model`` under FSDP2.
+
+    Attributes:
+        report: the report; None before the first step.
+    """
+
+    def __init__(self, *, check: bool = False, **options: Any) -> None:
+        self.report: StepReport | None = None
+        self._check, self._options = check, options
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Verify the step, once."""
+        if self.report is not None:
+            return
+
+        def step(model: Any, batch: Any) -> Any:
+            module = getattr(model, "module", model)
+            quiet = {"log": _no_log, "log_dict": _no_log, "forward": module.training_step}
+            module.__dict__.update(quiet)
+            try:  # the forward of the wrapper runs training_step, as in Lightning
+                result = model(batch, batch_idx)
+            finally:
+                for name in quiet:
+                    del module.__dict__[name]
+            loss = result["loss"] if isinstance(result, Mapping) else result
+            loss.backward()
+            return loss
+
+        self.report = verify_step(step, trainer.strategy.model, batch, **self._options)
+        if trainer.is_global_zero:
+            print(self.report)
+        if self._check:
+            self.report.check()
+
+
+def _no_log(*args: Any, **kwargs: Any) -> None:
+    """Log nothing."""

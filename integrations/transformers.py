@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
+from ..preflight import StepReport, verify_step
 from .monitor import Monitor, find_schedules
 
 
@@ -309,6 +311,52 @@ class PooledLossMixin:
         if scores.shape[1] > 3:  # several negatives of each row
             return self.pooled_loss(scores[:, 0], scores[:, 1], scores[:, 2:])
         return self.pooled_loss(*scores.unbind(dim=1))
+
+
+def verify_training_step(trainer: Any, micro_batches: list[Any], **options: Any) -> StepReport:
+    """Compare the gradients of a step of the Trainer with those of one process: :func:`~fullrank.verify_step`.
+
+    Runs ``training_step`` over one window as ``train`` does: the Trainer counts the tokens, divides, multiplies by the
+    number of ranks, and reduces with the last micro-batch. Call it before ``train``, on every rank.
+
+    Args:
+        trainer: a ``transformers.Trainer`` or a subclass.
+        micro_batches: of this rank, as the data collator makes them; as many as ``gradient_accumulation_steps``.
+        **options: of :func:`~fullrank.verify_step`, such as ``join=pad_tokens(-100)`` or ``build_model``.
+
+    Example::
+
+        batches = [next(iterator) for _ in range(args.gradient_accumulation_steps)]  # of trainer.get_train_dataloader()
+        print(verify_training_step(trainer, batches))
+    """
+    from accelerate.state import PartialState
+
+    accelerator = trainer.accelerator
+
+    def step(model: nn.Module, batches: list[Any]) -> float:
+        ranks = torch.distributed.get_world_size() if is_initialized() else 1
+        states = [(state, state.num_processes) for state in (PartialState(), accelerator.state)]
+        try:
+            for state, _ in states:
+                state.num_processes = ranks  # one, where verify_step runs the step on one process
+            samples, number = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
+            trainer.current_gradient_accumulation_steps = len(samples)
+            losses = []
+            for place, inputs in enumerate(samples, 1):
+                accelerator.gradient_state._set_sync_gradients(place == len(samples))
+                with nullcontext() if place == len(samples) else accelerator.no_sync(model):
+                    losses.append(float(trainer.training_step(model, inputs, number)))
+            return sum(losses)
+        finally:
+            for state, processes in states:
+                state.num_processes = processes
+
+    # Not trainer.model_wrapped, which is wrapped inside train() only.
+    model = trainer.model if accelerator.num_processes == 1 else accelerator.prepare_model(trainer.model)
+    try:
+        return verify_step(step, model, micro_batches, **options)
+    finally:
+        accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
 
 
 def _logits(outputs: Any) -> Tensor:

@@ -350,3 +350,25 @@ def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
 def test_what_bypasses_the_wrapper_is_refused(workers: WorkerPool, kind: str, past: str) -> None:
     for text in workers(refused, kind, past):
         assert "a tensor from the forward of the DDP module" in text
+
+
+def verified(rank: int, definition: str) -> list[tuple[str, float]]:
+    """Return what VerifyStep reports of the recipe and of a loss of own rows, and how the training then differs."""
+    from fullrank.integrations.lightning import VerifyStep
+
+    found = []
+    for loss_fn in (fullrank.SmoothAPLoss(1), fullrank.SmoothAPLoss(1, gather_distributed=False)):
+        verify, trained = VerifyStep(), []
+        for callbacks in ([verify], []):
+            model = run_block(definition, {})["Ranker"](cases.make_encoder().double(), deepcopy(loss_fn))
+            make_trainer(max_steps=2, callbacks=callbacks).fit(model, row_loader())
+            trained.append(cases.flat(model.encoder))
+        assert verify.report is not None
+        found.append((verify.report.verdict, float((trained[1] - trained[0]).abs().max())))
+    return found
+
+
+def test_verify_step(workers: WorkerPool) -> None:
+    """The first step is verified, and the training is the same as without."""
+    for found in workers(verified, DEFINITION):
+        assert found == [("exact", 0.0), ("direction", 0.0)]

@@ -481,3 +481,47 @@ def test_a_backward_that_is_not_torchs_is_refused() -> None:
     trainer.accelerator = SimpleNamespace(sync_gradients=True, distributed_type="DEEPSPEED")
     with pytest.raises(RuntimeError, match="expected 1 under DEEPSPEED, got 2 micro-batches"):
         trainer.training_step(torch.nn.Linear(1, 1), {})
+
+
+def verified(rank: int, folder: str) -> dict[str, tuple[str, str]]:
+    """Return what ``verify_training_step`` finds of four ways to divide by tokens, whose number differs by rank."""
+    from transformers import Trainer
+
+    from fullrank.integrations.transformers import verify_training_step
+
+    def own_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    batches = [{name: column[rank :: 2 - rank] for name, column in batch.items()} for batch in token_batches(rank)]
+    found = {}
+    for name, options, loss in (
+        ("the default", {}, None),
+        ("fullrank", {}, causal_lm_loss_func),
+        ("tokens of each rank", {"average_tokens_across_devices": False}, None),
+        ("an own mean", {}, own_mean),
+    ):
+        arguments = make_arguments(folder, **options)
+        trainer = Trainer(make_model("llama"), arguments, train_dataset=[0], compute_loss_func=loss)
+        report = verify_training_step(trainer, batches)
+        found[name] = report.verdict, " ".join(report.causes)
+        assert trainer.accelerator.num_processes == 2
+    return found
+
+
+def token_batches(rank: int) -> list[dict[str, Tensor]]:
+    """Return two micro-batches of tokens; the second rank ignores more of them."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(1, 11, (2, 4, 6), generator=generator)
+    is_ignored = torch.rand(tokens.shape, generator=generator) < 0.3 + 0.3 * rank
+    return [{"input_ids": x, "labels": x.masked_fill(y, -100)} for x, y in zip(tokens, is_ignored)]
+
+
+def test_verify_training_step(workers: WorkerPool, tmp_path: Path) -> None:
+    for found in workers(verified, str(tmp_path)):
+        assert {name: verdict for name, (verdict, _) in found.items()} == {
+            "the default": "exact",
+            "fullrank": "exact",
+            "tokens of each rank": "direction",
+            "an own mean": "direction",
+        }
+        assert found["tokens of each rank"][1].startswith("A mean of means")
