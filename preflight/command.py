@@ -99,4 +99,5 @@ def _table(facts: dict[str, Any], results: list[Result]) -> str:
     lines += ["", *(f"  {name:<{width}}{outcome:<9}{' '.join(detail.split())}" for name, outcome, detail in results)]
     outcomes = [result.outcome for result in results]
     tally = [f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)]
-    return "\n".join([*lines, "", f"{len(results)} checks: {', '.join(tally)}."])
+    own_step = "Your own training step: fullrank.verify_step."
+    return "\n".join([*lines, "", f"{len(results)} checks: {', '.join(tally)}.", own_step])

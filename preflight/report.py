@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,9 +62,9 @@ class StepReport:
     gradients: dict[str, tuple[float, float]]
     loss: tuple[float, float] | None = None
     causes: tuple[str, ...] = ()
-    title: str = "verify_step"
+    setting: str = ""  # processes, wrapper, rows
     notes: tuple[str, ...] = ()
-    exact: frozenset[str] = field(default=frozenset(), repr=False)  # names of the parameters with an exact gradient
+    kinds: dict[str, str] = field(default_factory=dict, repr=False)  # the verdict of each parameter; "zero": both are
 
     @property
     def is_exact(self) -> bool:
@@ -77,22 +77,22 @@ class StepReport:
             raise RankRuntimeError(str(self))
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {self.verdict}"]
+        lines = [f"verify_step: {self.verdict} ({self.setting})"]
         if self.loss is not None:
-            lines.append(f"loss: {self.loss[0]:.6g} in the step, {self.loss[1]:.6g} on one process")
+            lines.append(f"loss {self.loss[0]:.6g} in the step, {self.loss[1]:.6g} on one process")
         rows = [("parameters", "factor", "error"), *self._rows()]
         width = max(len(name) for name, _, _ in rows)
-        lines += ["", *(f"  {name:{width}}  {factor:>16}  {error:>8}" for name, factor, error in rows)]
-        if self.causes:
-            lines += ["", "Likely causes, the likeliest first:"]
-            lines += [f"  {number}. {cause}" for number, cause in enumerate(self.causes, 1)]
+        lines += ["", *(f"  {name:{width}}  {factor:>14}  {error:>7}" for name, factor, error in rows)]
+        for number, cause in enumerate(self.causes, 1):
+            lines += ["", *textwrap.wrap(cause, 100, initial_indent=f"{number}. ", subsequent_indent="   ")]
         return "\n".join([*lines, *self.notes])
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Return a row for each run of parameters with the same factor."""
+        """Return a row for each run of parameters of the same kind and factor."""
         groups: list[tuple[object, list[str]]] = []
         for name, (factor, _) in self.gradients.items():
-            key = "exact" if name in self.exact else ("exact" in self.exact, _rounded(factor, self._is_pure(name)))
+            kind = self.kinds[name]
+            key = kind, round(factor, 3) if kind == "factor" else None
             if groups and groups[-1][0] == key:
                 groups[-1][1].append(name)
             else:
@@ -102,16 +102,9 @@ class StepReport:
             factors, errors = zip(*(self.gradients[name] for name in names))
             low, high = f"{min(factors):.3f}", f"{max(factors):.3f}"
             label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-            rows.append((label, low if low == high else f"{low} to {high}", f"{max(errors):.1e}"))
+            factor = low if low == high else f"{low} to {high}"
+            rows.append((label, "both 0" if self.kinds[names[0]] == "zero" else factor, f"{max(errors):.1e}"))
         return rows
-
-    def _is_pure(self, name: str) -> bool:
-        factor, error = self.gradients[name]
-        return abs(abs(factor - 1) - error) <= 1e-3 * max(error, 1e-30)
-
-
-def _rounded(factor: float, is_pure: bool) -> object:
-    return round(factor, 3) if is_pure and math.isfinite(factor) else None
 
 
 def likely_causes(verdict: Verdict, found: Findings) -> tuple[str, ...]:
@@ -161,9 +154,8 @@ def _causes(found: Findings) -> list[tuple[str, bool, str]]:
         (
             "factor",
             ranks > 1 and _near(factors, 1 / ranks) and is_whole,
-            f"1/{ranks} on everything: a gather without gradient (torch.distributed.all_gather with the own rows put "
-            "back, all_gather_no_grad), or a loss that is divided by the number of processes already. Use "
-            "all_gather_with_grad or gather_rows, or do not divide.",
+            f"1/{ranks} on everything: a gather without gradient (torch.distributed.all_gather, all_gather_no_grad), "
+            "or a loss that is divided by the number of processes already. Use all_gather_with_grad or gather_rows.",
         ),
         (
             "factor",

@@ -213,11 +213,11 @@ class _Proof:
         if not all(gap.is_right for gap in gaps.values()):
             is_random, noise = self._noise(gaps)
             gaps = self._gaps(noise)
-        kinds = {gap.kind for gap in gaps.values()}
+        kinds = {name: gap.kind for name, gap in gaps.items()}
         order: tuple[Verdict, ...] = ("direction", "missing", "factor")
-        verdict: Verdict = next((kind for kind in order if kind in kinds), "exact")
+        verdict: Verdict = next((kind for kind in order if kind in kinds.values()), "exact")
         verdict = "random" if is_random and verdict != "exact" else verdict
-        values = _everyone(ranks, value)
+        values, wanted_value = _everyone(ranks, value), _everyone(ranks, wanted_value)[0]
         known = [own for own in values if own is not None]
         mean = (
             (sum(known) / len(known), wanted_value) if len(known) == len(values) and wanted_value is not None else None
@@ -228,11 +228,15 @@ class _Proof:
         if self.state.is_optimized:
             notes.append("The step changed parameters (an optimizer?): this was undone. Leave it out.")
         sync = find_sync(model)
-        rows = " + ".join(map(str, self.batches.rows[:8]))
-        title = f"verify_step, {len(self.batches.rows)} processes, {sync.kind}, {rows} rows"
+        number, parts = len(self.batches.rows), len(self.batches.parts)
+        setting = [
+            f"{number} process{'es' * (number > 1)}",
+            sync.kind,
+            f"{' + '.join(map(str, self.batches.rows[:8]))} rows",
+        ]
+        setting += [f"{parts} micro-batches"] if self.batches.is_window else []
         gradients = {name: (gap.factor, gap.error) for name, gap in gaps.items()}
-        exact = frozenset(name for name, gap in gaps.items() if gap.is_right)
-        return StepReport(verdict, gradients, mean, causes, title, tuple(notes), exact)
+        return StepReport(verdict, gradients, mean, causes, ", ".join(setting), tuple(notes), kinds)
 
     def _gaps(self, noise: dict[str, float] | None = None) -> dict[str, _Gap]:
         """Return for each parameter the gap of the rank where it is largest."""

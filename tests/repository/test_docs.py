@@ -114,6 +114,7 @@ IN_ORDER = [f"recipes/{name}.md" for name in ("after-training", "batches")] + [
         "scale",
         "temperature",
         "tutorial",
+        "verify",
     )
 ]
 DDP, FSDP, SUM, OWN_LOSS, TWO_HEADS, VALIDATION = blocks("distributed.md")

@@ -168,8 +168,8 @@ ALLOWED_IMPORTS = {
     "losses": {"errors", "kernels", "distributed", "queues"},
     "large": {"errors", "kernels", "distributed", "losses"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
-    "integrations": {"errors", "accumulation", "distributed", "losses", "queues"},
-    "preflight": {"errors", "kernels", "distributed", "losses"},
+    "integrations": {"errors", "accumulation", "distributed", "losses", "preflight", "queues"},
+    "preflight": {"errors", "kernels", "distributed", "gradients", "losses"},
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from scripts import run_script
 
 README = pages.PAGES["README.md"]
-((CODE, EXPECTED),) = pages.printing_blocks("README.md")
+(CODE, EXPECTED), _ = pages.printing_blocks("README.md")
 (PROGRAMS, PRINTED) = re.findall(r"```sh\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README, re.DOTALL)[0]
 
 
@@ -44,3 +44,13 @@ def test_the_short_script_of_the_ddp_page(tmp_path: Path) -> None:
     done = run_script(script, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"loss \d\.\d{4}, temperature \d\.\d\d\n", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+def test_the_report_of_a_step(tmp_path: Path) -> None:
+    """The report of README is that of the example, up to rounding; the second step is exact."""
+    done = run_script(pages.ROOT / "examples" / "verify_step.py", cwd=tmp_path, processes=2)
+    by_hand, fullrank = done.stdout.split("with_fullrank\n")
+    printed = next(block for block in re.findall(r"```text\n(.*?)```", README, re.DOTALL) if "verify_step" in block)
+    pages.assert_printed(by_hand.removeprefix("by_hand\n").rstrip(), printed.rstrip())
+    assert fullrank.startswith("verify_step: exact")
