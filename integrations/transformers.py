@@ -329,7 +329,7 @@ def verify_training_step(trainer: Any, micro_batches: list[Any], **options: Any)
         batches = [next(iterator) for _ in range(args.gradient_accumulation_steps)]  # of trainer.get_train_dataloader()
         print(verify_training_step(trainer, batches))
     """
-    from accelerate.state import PartialState
+    from accelerate.state import PartialState  # type: ignore[import-untyped]
 
     accelerator = trainer.accelerator
 

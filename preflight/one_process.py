@@ -63,7 +63,9 @@ class State:
         self.optimizers, self._scalers = [], []
         parameters = set(model.parameters())
         for found in gc.get_objects():
-            if issubclass(type(found), Optimizer) and any(parameters & set(g["params"]) for g in found.param_groups):
+            if issubclass(type(found), Optimizer) and any(
+                parameters & set(g["params"]) for g in getattr(found, "param_groups", ())
+            ):
                 self.optimizers.append(found)
             elif issubclass(type(found), torch.amp.GradScaler):
                 self._scalers.append((found, found.state_dict()))

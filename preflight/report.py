@@ -102,8 +102,8 @@ class StepReport:
             factors, errors = zip(*(self.gradients[name] for name in names))
             low, high = f"{min(factors):.3f}", f"{max(factors):.3f}"
             label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-            factor = low if low == high else f"{low} to {high}"
-            rows.append((label, "both 0" if self.kinds[names[0]] == "zero" else factor, f"{max(errors):.1e}"))
+            shown = low if low == high else f"{low} to {high}"
+            rows.append((label, "both 0" if self.kinds[names[0]] == "zero" else shown, f"{max(errors):.1e}"))
         return rows
 
 
