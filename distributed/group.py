@@ -50,7 +50,9 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
     if not is_initialized():
         raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
     _check_group(group, name)
-    resolved = flatten_mesh(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
+    resolved = ONLY.get()  # then the group of the caller has no other ranks
+    if resolved is None:
+        resolved = flatten_mesh(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
     assert resolved is not None
     _check_exists(resolved, name)
     return resolved
@@ -119,6 +121,8 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
 
 # The number that the model divides its gradients by, set while a loss is evaluated by a caller that knows it.
 _DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
+# The group of this rank alone, while a program of several ranks runs as on one: it stands for every group.
+ONLY: ContextVar[ProcessGroup | None] = ContextVar("fullrank_only_group", default=None)
 # Callbacks that undo changes of state; the caller that sets it runs them if its call fails later.
 UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
 

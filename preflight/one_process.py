@@ -24,14 +24,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..distributed.group import is_initialized
+from ..distributed.group import ONLY, is_initialized
 from ..distributed.torch_private import collectives_by_group
 from ..errors import Words, expected
 from ..gradients import discard_gradients_
 from ..gradients.parameters import is_dtensor
 from ..gradients.torch_private import fsdp_modules
 from ..gradients.wrappers import find_sync
-from ..losses.base import DistributedLoss
 
 Step = Callable[[nn.Module, Any], Any]
 Gradients = dict[str, Tensor | None]
@@ -355,31 +354,26 @@ class Reference:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Inside, this process is the only one, and optimizers have the parameters of the copy."""
-        modules = {*self._model.modules(), *(part for module in self._state.outside for part in module.modules())}
-        losses = [m for m in modules if isinstance(m, DistributedLoss) and m.group is not None]
-        gathers = [loss.gather_distributed for loss in losses]
         optimizers = [(optimizer, optimizer.state) for optimizer in self._state.optimizers]
         held = [(group, group["params"]) for optimizer, _ in optimizers for group in optimizer.param_groups]
         variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
         world = dist.group.WORLD if is_initialized() else None
+        token = ONLY.set(self._group)
         try:
             for optimizer, _ in optimizers:
                 optimizer.state = defaultdict(dict)
             for group, parameters in held:
                 group["params"] = [self._by_source.get(id(parameter), parameter) for parameter in parameters]
-            for loss in losses:
-                loss.gather_distributed = False
             if world is not None:
                 dist.group.WORLD = self._group
                 os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
             yield
         finally:
+            ONLY.reset(token)
             if world is not None:
                 dist.group.WORLD = world
-            for name, value in variables.items():
-                os.environ.update({} if value is None else {name: value})
-            for loss, gathered in zip(losses, gathers):
-                loss.gather_distributed = gathered
+                for name, value in variables.items():
+                    os.environ.pop(name) if value is None else os.environ.update({name: value})
             for optimizer, kept in optimizers:
                 optimizer.state = kept
             for group, parameters in held:
@@ -390,7 +384,7 @@ class Reference:
         after = collectives_by_group()
         others = [group for group, number in after.items() if number != before.get(group, number)]
         if others := [group for group in others if group is not self._group]:
-            what = "a step that communicates over the default group, or over that of a loss of this package"
+            what = "a step that communicates over the default group, or by functions of this package"
             got = Words(f"a step with a group of its own, ranks {dist.get_process_group_ranks(others[0])}")
             fix = (
                 "On one process that group does not exist. Let the step ask for dist.group.WORLD each time, or pass no "

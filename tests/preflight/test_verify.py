@@ -219,6 +219,10 @@ def test_faults(rank: int) -> None:
         if rank == 1:
             raise KeyError("a fault of one rank")
 
+    def with_our_group(model: nn.Module, batch: Any) -> None:
+        fr.SmoothAPLoss(queue_size=0, group=group)(model(batch[0]), batch[1]).backward()
+
+    assert fr.verify_step(with_our_group, model, batch).is_exact  # a group of this package's calls is exchanged
     odd = {"rows": batch[0], "number": rank}
     rows = {
         "a group of its own": (of_group, model, batch, {}),
