@@ -1,4 +1,4 @@
-"""How far positives lie below levels, and the gradient that a level passes to the rows of which it is a quantile.
+"""How far positives lie below levels, and the gradient that a quantile passes to its rows.
 
 With u_i the share of positive i in its class, w_l the weight of level l, and d_il = (level_l - x_i) / tau::
 
@@ -153,7 +153,7 @@ def _of_carriers(
     Levels with a row near them take the plain slopes. The others take slopes relative to that of their nearest row,
     which do not underflow. ``levels_are_rows``: every finite level without an offset is the score of one of ``rows``.
     """
-    finite, origin, shift, rates = _origins(levels, taus)
+    finite, origin, shift, rates = origins(levels, taus)
     masses = rows if row_weight is None else row_weight.expand_as(scores) if rows is None else rows * row_weight
     may_be_far, at_once = shift is not None or not levels_are_rows, costs_of(scores.device).rows_at_once
     # In a small pool relative slopes for all levels are faster than waiting for the device to find the far ones.
@@ -165,15 +165,15 @@ def _of_carriers(
         slopes, starts = scores.new_empty(*origin[part].shape, scores.shape[1]), origin[part]  # [l, C, M]
         if relative:
             shifts = None if shift is None else shift[part]
-            sums, _ = _write_relative_slopes(slopes, scores, starts, shifts, rates, masses)
+            sums, _ = write_relative_slopes(slopes, scores, starts, shifts, rates, masses)
         else:
-            sums, largest = _write_slopes(slopes, scores, starts, rates, masses, may_be_far)
+            sums, largest = write_slopes(slopes, scores, starts, rates, masses, may_be_far)
             if may_be_far:
                 assert masses is not None
                 far, c = (finite[part] & (largest < _NEAR)).nonzero().unbind(dim=1)
                 if len(far) > 0:
                     of_far = slopes[far, c][None]
-                    far_sums, _ = _write_relative_slopes(
+                    far_sums, _ = write_relative_slopes(
                         of_far, scores[c], starts[far, c][None], None, rates[c], masses[c]
                     )
                     sums[far, c], slopes[far, c] = far_sums[0], of_far[0]
@@ -186,30 +186,7 @@ def _of_carriers(
     return total
 
 
-def slopes_of_part(
-    scores: Tensor, levels: Levels, taus: Tensor, rows: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what the gradient of levels is made of, where ``scores`` (C, M) are one of several parts of the rows.
-
-    Returns:
-        The slopes s'(d / tau) of the ``rows`` (C, M) of this part, None for all, divided by t_0, see
-        :func:`_write_relative_slopes`: (L, C, M). Their sums, and the distances d_0, (L, C) each: 0 where all levels
-        are scores, of which no slope underflows; inf without rows. And which levels are finite, (L, C).
-    """
-    finite, origin, shift, rates = _origins(levels, taus)
-    slopes = scores.new_empty(*origin.shape, scores.shape[1])
-    if shift is None:
-        sums, _ = _write_slopes(slopes, scores, origin, rates, rows, with_largest=False)
-        return slopes, sums, torch.zeros_like(sums), finite
-    sums, nearest = torch.zeros_like(shift), torch.zeros_like(shift)
-    for level in range(len(slopes)):  # the distances are float64, of one level at a time
-        part = slice(level, level + 1)
-        results = _write_relative_slopes(slopes[part], scores, origin[part], shift[part], rates, rows)
-        sums[part], nearest[part] = results
-    return slopes, sums, nearest, finite
-
-
-def _origins(levels: Levels, taus: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def origins(levels: Levels, taus: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return which levels are finite, their scores and their offsets, 0 where not, (L, C) each, and (C,) -1 / tau."""
     base, offset = levels.base.t(), None if levels.offset is None else levels.offset.t()
     finite = _are_finite(base, offset)
@@ -218,7 +195,7 @@ def _origins(levels: Levels, taus: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
     return finite, torch.where(finite, base, 0.0), shift, rates
 
 
-def _write_slopes(
+def write_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, rates: Tensor, masses: Tensor | None, with_largest: bool
 ) -> tuple[Tensor, Tensor]:
     """Write v s'(d / tau) into ``slopes`` (l, C, M); return their sums and, ``with_largest``, the largest, (l, C) each.
@@ -239,7 +216,7 @@ def _write_slopes(
     return sums, largest
 
 
-def _write_relative_slopes(
+def write_relative_slopes(
     slopes: Tensor, scores: Tensor, origin: Tensor, shift: Tensor | None, rates: Tensor, masses: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Write v s'(d / tau) / t_0 into ``slopes`` (l, C, M); return their sums and d_0, inf without rows, (l, C) each.

@@ -32,7 +32,7 @@ TRIMMED = 100  # the standard deviation leaves out one score in so many at each 
 TIGHT = 0.01  # of the standard deviation: a smaller range is that of scores that hardly differ
 # The smallest and the largest spread: a small part of it, and its inverse, must be normal numbers of the dtype.
 _INFO = {dtype: torch.finfo(dtype) for dtype in (torch.float32, torch.float64)}
-_LIMITS = {dtype: (info.tiny * 2.0**20, info.max) for dtype, info in _INFO.items()}
+LIMITS = {dtype: (info.tiny * 2.0**20, info.max) for dtype, info in _INFO.items()}
 # The width, relative to the scores, up to which differences may be rounding alone. In half precision a width of few
 # steps may be all that there is.
 _ROUNDING = {dtype: 8 * info.eps for dtype, info in _INFO.items()}
@@ -53,10 +53,10 @@ def spread_of(scores: Tensor, member: Tensor | None) -> float:
     """
     scores = scores.detach()
     sample = sample_of(scores, member)
-    spread = _spread_or_zero(sample)
+    spread = spread_or_zero(sample)
     if spread == 0.0 and sample.numel() < scores.numel() <= MOST_IN_FULL:
-        spread = _spread_or_zero(_nan_outside(scores, member))
-    least, most = _LIMITS[scores.dtype]
+        spread = spread_or_zero(_nan_outside(scores, member))
+    least, most = LIMITS[scores.dtype]
     return min(max(spread or 1.0, least), most)
 
 
@@ -68,7 +68,7 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     """
     if scores.numel() == 0:
         return scores
-    classes, index = _index_of_sample(scores.shape[0], scores.shape[1], scores.device)
+    classes, index = index_of_sample(scores.shape[0], scores.shape[1], scores.device)
     rows = _nan_outside(scores.detach(), member)
     rows = rows if index is None else rows.index_select(1, index)
     values, count = _sorted(rows)  # [C, n], [C]
@@ -76,7 +76,7 @@ def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
     center = torch.where(count[:, None] > 0, center, 0.0)
     if index is None and classes is None:
         mean = _mean_of_positive(_widths(values, count, _rounding(rows)))
-        spread = torch.where(mean > 0, mean, 1.0).clamp(*_LIMITS[scores.dtype])
+        spread = torch.where(mean > 0, mean, 1.0).clamp(*LIMITS[scores.dtype])
     else:  # only the values tell whether the pool must be used whole
         spread = _spread_in_a_call(scores.detach(), member)
     result = (scores - 2 * center.to(scores.dtype)) / spread.to(scores.dtype)
@@ -95,7 +95,7 @@ def _(scores: Tensor, member: Tensor | None) -> Tensor:
 
 def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
     """Return (c, n) scores that are spread evenly over the rows and the classes, NaN where a row is no member."""
-    classes, rows = _index_of_sample(scores.shape[0], scores.shape[1], scores.device)
+    classes, rows = index_of_sample(scores.shape[0], scores.shape[1], scores.device)
     for index, dim in ((rows, 1), (classes, 0)):
         if index is not None:
             scores = scores.index_select(dim, index)
@@ -113,15 +113,8 @@ def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
     return ((number + (number * _GOLDEN).frac()) * (among / count)).to(torch.int64)
 
 
-def sampled_places(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the classes (c,) and the rows (n,) of which :func:`sample_of` takes the scores, ascending int64."""
-    classes, rows = _index_of_sample(num_classes, num_rows, device)
-    classes = torch.arange(num_classes, device=device) if classes is None else classes
-    return classes, torch.arange(num_rows, device=device) if rows is None else rows
-
-
-def _index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return the result of :func:`sampled_places`, with None for all."""
+def index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return the classes (c,) and the rows (n,) of which :func:`sample_of` takes the scores; None for all."""
     classes = rows = None
     if num_classes > _MOST_CLASSES:
         classes = torch.arange(_MOST_CLASSES, device=device) * num_classes // _MOST_CLASSES
@@ -131,19 +124,12 @@ def _index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> t
     return classes, rows
 
 
-def spread_of_sample(sample: Tensor) -> float | None:
-    """Return the spread of ``sample`` (c, n), NaN where there is no score; None if it has none."""
-    spread = _spread_or_zero(sample)
-    least, most = _LIMITS[sample.dtype]
-    return min(max(spread, least), most) if spread else None
-
-
 def _nan_outside(scores: Tensor, member: Tensor | None) -> Tensor:
     """Return the scores, NaN where a row is no member."""
     return scores if member is None else torch.where(member, scores, math.nan)
 
 
-def _spread_or_zero(sample: Tensor) -> float:
+def spread_or_zero(sample: Tensor) -> float:
     """Return the spread of ``sample`` (c, n), NaN where there is no score; 0 if it has none."""
     if sample.numel() == 0:
         return 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed.exchange import Exchange
 from ..distributed.header import Agreement
 from ..kernels.registration import with_gradients
-from ..kernels.spread import MOST_IN_FULL, sampled_places, spread_of_sample
+from ..kernels.spread import LIMITS, MOST_IN_FULL, index_of_sample, spread_or_zero
 from ..losses.pooled.pool import Pool
 from ..losses.rows import scaled_weight, weight_unit
 
@@ -105,14 +105,19 @@ def spread_over_shards(shard: Shard) -> float | None:
     """
     scores, member = shard.pool.scores.detach(), shard.pool.member
     num_classes, num_rows = scores.shape
-    classes, rows = sampled_places(num_classes, shard.num_rows, scores.device)
+    sizes = num_classes, shard.num_rows
+    classes, rows = (
+        torch.arange(size, device=scores.device) if index is None else index
+        for size, index in zip(sizes, index_of_sample(*sizes, scores.device))
+    )
     sample = scores.new_zeros(classes.numel(), rows.numel())
     row = rows - sum(shard.rows[: shard.exchange.rank])
     local = ((row >= 0) & (row < num_rows)).nonzero()[:, 0]
     at = classes[:, None], row[local][None]
     sample[:, local] = scores[at] if member is None else torch.where(member[at], scores[at], math.nan)
     sample = shard.exchange.sum(sample, "the sample of the scores")
-    spread = spread_of_sample(sample)
-    if spread is None and sample.numel() < num_classes * shard.num_rows <= MOST_IN_FULL:
+    spread = spread_or_zero(sample)
+    if spread == 0.0 and sample.numel() < num_classes * shard.num_rows <= MOST_IN_FULL:
         return None
-    return 1.0 if spread is None else spread
+    least, most = LIMITS[scores.dtype]
+    return min(max(spread or 1.0, least), most)

@@ -1,7 +1,7 @@
 """Losses at thresholds, of rows that stay on their ranks: recall at a quantile, and partial AUC by the trapezoid rule.
 
 A quantile of all rows is computed exactly, from counts that add up over the ranks, see
-:mod:`fullrank.kernels.selection`. The loss is then a sum over positives, and each rank sums over its own. A threshold
+:mod:`fullrank.large.selection`. The loss is then a sum over positives, and each rank sums over its own. A threshold
 with a gradient passes the slopes of all positives to the rows near it, in shares whose sum over all ranks is 1. That
 takes three more sums for each threshold, which travel with the loss::
 
@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.below_levels import slopes_of_part
+from ..kernels.below_levels import origins, write_relative_slopes, write_slopes
 from ..kernels.pairs import sigmoid_and_slope
 from ..kernels.quantiles import Levels
 from ..kernels.registration import exact
-from ..kernels.selection import Selected, num_counts, select_levels
 from ..losses.pooled.pauc_surrogates import PartialArea, fractions_of, thresholds_of
 from ..losses.pooled.pool import PerClass
+from .selection import Selected, num_counts, select_levels
 from .shard import Positives, Shard
 
 COSTS = {"sums": 1.0, "gather": 1.0}  # of a byte in each form; the cheapest form is used
@@ -151,7 +151,7 @@ def _at_levels(
             return loss, None
         gradient = torch.zeros_like(scores)
     else:
-        slopes, sums, nearest, finite = slopes_of_part(scores, levels, taus, rule.reference)
+        slopes, sums, nearest, finite = _slopes_of_part(scores, levels, taus, rule.reference)
         local = torch.cat([loss[:, None], pushes, sums.t(), nearest.t()], dim=1)
         of_ranks = exchange.each(local, "the sums at the thresholds")
         loss = of_ranks[:, :, 0].sum(dim=0)
@@ -165,3 +165,27 @@ def _at_levels(
             gradient.addcmul_(slope, factor[:, level : level + 1].to(slope.dtype))
     gradient[class_of, row_of] += of_positives.to(gradient.dtype)
     return loss, gradient
+
+
+def _slopes_of_part(
+    scores: Tensor, levels: Levels, taus: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the gradient of levels is made of, where ``scores`` (C, M) are one of several parts of the rows.
+
+    Returns:
+        The slopes s'(d / tau) of the ``rows`` (C, M) of this part, None for all, divided by t_0, see
+        :func:`~fullrank.kernels.below_levels.write_relative_slopes`: (L, C, M). Their sums, and the distances d_0,
+        (L, C) each: 0 where all levels are scores, of which no slope underflows; inf without rows. And which levels are
+        finite, (L, C).
+    """
+    finite, origin, shift, rates = origins(levels, taus)
+    slopes = scores.new_empty(*origin.shape, scores.shape[1])
+    if shift is None:
+        sums, _ = write_slopes(slopes, scores, origin, rates, rows, with_largest=False)
+        return slopes, sums, torch.zeros_like(sums), finite
+    sums, nearest = torch.zeros_like(shift), torch.zeros_like(shift)
+    for level in range(len(slopes)):  # the distances are float64, of one level at a time
+        part = slice(level, level + 1)
+        results = write_relative_slopes(slopes[part], scores, origin[part], shift[part], rates, rows)
+        sums[part], nearest[part] = results
+    return slopes, sums, nearest, finite

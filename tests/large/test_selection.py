@@ -11,9 +11,9 @@ import torch
 from parts import Meet, together
 from torch import Tensor
 
-from fullrank.kernels import selection
 from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels
-from fullrank.kernels.selection import Selected, select_levels
+from fullrank.large import selection
+from fullrank.large.selection import Selected, select_levels
 
 FRACTIONS = [0.005, 0.5, 0.1, 0.9, 0.0, 1.0, 1 / 3]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bins import chunks
-from .quantiles import BLENDED, Levels, blend, ranks_of
+from ..kernels.bins import chunks
+from ..kernels.quantiles import BLENDED, Levels, blend, ranks_of
 
 MOST_BITS = 11  # of a digit: float32 has three digits and float64 six, each of which is a collective
 MOST_COUNTS = 2**17  # in one round, 1 MiB, as long as a digit has MIN_BITS: it bounds memory and what travels
