@@ -80,7 +80,7 @@ def risk_and_gradient(
     is_whole = tilt is None or (1 <= power <= MOST_POWERS and abs(power * tilt - 1) <= 1e-12)
     if is_whole:
         rows = scores, positive, member, iid, live, weight, key_weight, scales
-        results = native.soft_maximum(*rows, budget, power, with_grad, with_variance)
+        results = native.soft_maximum(rows, budget, power, with_grad, with_variance)
         if results is not None:
             return results
 

@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,9 @@ def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
 
 
 def _address(tensor: Tensor | None, dtype: torch.dtype, *shapes: tuple[int, ...]) -> int | None:
-    """Return the address of ``tensor``, or None for None. The gate to C: only results made for a call go round it.
+    """Return the address of ``tensor``, or None for None.
+
+    Every tensor from outside is checked here before C sees its address; outputs that we allocate are not.
 
     Raises:
         _Refused: unless these are numbers of ``dtype`` in one of the ``shapes``, not empty, in the memory of the host,
@@ -184,7 +186,7 @@ def smooth_ap(
     return loss, gradient, valid
 
 
-def smooth_ap_of_rows(
+def smooth_ap_rows(
     scores: Tensor,
     targets: Tensor,
     weight: Tensor | None,
@@ -267,34 +269,25 @@ def ndcg(
 
 
 def soft_maximum(
-    scores: Tensor,
-    positive: Tensor,
-    member: Tensor | None,
-    iid: Tensor | None,
-    live: Tensor | None,
-    weight: Tensor | None,
-    key_weight: Tensor | None,
-    scales: Tensor | None,
-    budget: float,
-    power: int,
-    with_grad: bool,
-    with_variance: bool,
+    rows: Sequence[Tensor | None], budget: float, power: int, with_grad: bool, with_variance: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """Return the loss (C,), its gradient (C, M), the validity, lambda and the variance of the losses (C,), or None.
 
-    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses. The arguments
-    are those of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient`, with ``power`` = 1 / lambda, 0 to find it.
+    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses. ``rows`` are
+    the arguments of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient` up to ``scales``, and ``power`` is
+    1 / lambda, 0 to find it.
     """
+    scores = rows[0]
+    assert scores is not None
     if scores.dtype not in FUNCTIONS and not is_usable(scores):  # which warns
         return None
-    (num_classes, num_rows), dtype, held, rows = scores.shape, scores.dtype, [], []
-    given = scores, positive, member, iid, live, weight, key_weight, scales
+    (num_classes, num_rows), dtype, held, addresses = scores.shape, scores.dtype, [], []
     shapes = *[scores.shape] * 3, *[(num_rows,)] * 4, (num_classes,)
     dtypes = dtype, *[torch.bool] * 4, dtype, dtype, torch.float64
     try:
-        for tensor, kind, shape in zip(given, dtypes, shapes):
+        for tensor, kind, shape in zip(rows, dtypes, shapes):
             held.append(None if tensor is None else tensor.contiguous())
-            rows.append(None if tensor is None else _address(held[-1], kind, shape))
+            addresses.append(None if tensor is None else _address(held[-1], kind, shape))
     except _Refused:
         return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
@@ -304,7 +297,8 @@ def soft_maximum(
     gradient = scores.new_empty(scores.shape if with_grad else 0)
     made = [variance.data_ptr() if with_variance else None, gradient.data_ptr() if with_grad else None]
     numbers, out = (num_classes, num_rows, budget, power), (loss.data_ptr(), valid.data_ptr(), tilts.data_ptr(), *made)
-    return (loss, gradient, valid, tilts, variance) if FUNCTIONS[dtype]["soft_maximum"](*rows, *numbers, *out) else None
+    is_computed = FUNCTIONS[dtype]["soft_maximum"](*addresses, *numbers, *out)
+    return (loss, gradient, valid, tilts, variance) if is_computed else None
 
 
 def moments(

@@ -10,7 +10,7 @@ The forms differ only by rounding. :func:`smooth_ap_and_gradient` takes the firs
 5. Sorted rows, where the scores are so far apart that most bins would be empty: ``smooth_ap_sorted`` in direct.py.
 6. Bins in torch: ``smooth_ap_binned`` in binned.py.
 
-costs.py says how many are few. The losses try :func:`smooth_ap_of_rows` first: for a small pool on the host, one call
+costs.py says how many are few. The losses try :func:`try_in_c` first: for a small pool on the host, one call
 of C computes the temperature too.
 """
 
@@ -83,7 +83,7 @@ def smooth_ap_sums(
     return loss, valid
 
 
-def smooth_ap_of_rows(
+def try_in_c(
     rows: Tensor,
     targets: Tensor,
     weight: Tensor | None,
@@ -108,7 +108,7 @@ def smooth_ap_of_rows(
         return None
     with_grad = torch.is_grad_enabled() and rows.requires_grad
     most = costs_of(rows.device).most_native_pairs(rows.shape[1], rows.numel())
-    results = native.smooth_ap_of_rows(
+    results = native.smooth_ap_rows(
         rows.detach(), targets, weight, key_weight, ignore_index, temperature, multiple, with_grad, most
     )
     if results is None:

@@ -217,7 +217,7 @@ class NDCGLoss(CurrentTemperature):
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
         dtype, member, weight = compute_dtype(logits.dtype), None, query_weight(weight, self.reduction)
         scores = logits.to(dtype)
-        # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
+        # Build the mask anyway on an accelerator: asking whether it is needed would wait for the device.
         if grades.device.type != "cpu" or may_hold(grades, self.ignore_index):
             member = grades != self.ignore_index
             scores, grades = (torch.where(member, column, 0.0) for column in (scores, grades))

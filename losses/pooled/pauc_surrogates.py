@@ -191,7 +191,7 @@ def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: f
     return thresholds_of(levels, area, temperature, reference.any(dim=1))
 
 
-class _Pairs(NamedTuple):
+class _Rivals(NamedTuple):
     """The positives and their rivals: in each class the entries first, then padding."""
 
     is_positive: Tensor | None  # [C, P] bool, False for padding; None without any
@@ -202,7 +202,7 @@ class _Pairs(NamedTuple):
     mass: Tensor | None  # [C, K] weights of the rivals, None for 1
 
 
-def _filled(pairs: _Pairs, thresholds: Thresholds, valid: Tensor) -> _Pairs:
+def _filled(pairs: _Rivals, thresholds: Thresholds, valid: Tensor) -> _Rivals:
     """Return the pairs with values that have no effect in the padding and in classes that are not ``valid``."""
     mask, positives, share, inside, rivals, mass = pairs
     filling = _filling(thresholds, valid)
@@ -211,10 +211,10 @@ def _filled(pairs: _Pairs, thresholds: Thresholds, valid: Tensor) -> _Pairs:
     rivals = torch.where(kept if inside is None else inside & kept, rivals, filling)
     share = share if mask is None else share * mask
     mass = None if mass is None else torch.where(kept, mass, 1.0)
-    return _Pairs(mask, positives, share, inside, rivals, mass)
+    return _Rivals(mask, positives, share, inside, rivals, mass)
 
 
-def _mean_over_rivals(pairs: _Pairs, tau: Tensor) -> Tensor:
+def _mean_over_rivals(pairs: _Rivals, tau: Tensor) -> Tensor:
     """Return for each positive the weighted mean over its rivals of s((rival - positive) / tau), (C, P)."""
     inside, rivals, mass = pairs.is_rival, pairs.rivals, pairs.mass
     part = rivals.new_full(rivals.shape, 1 / max(1, rivals.shape[1]))  # of each rival, 1 in each class
@@ -279,7 +279,7 @@ def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
     return negative & at_least_beta & at_most_alpha
 
 
-def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None) -> _Pairs:
+def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None) -> _Rivals:
     """Return the positives in ``numerator`` with their share, and the rivals with their weight.
 
     P and K are the largest numbers of entries of any class, read at once, so the device is waited for once. Where
@@ -287,7 +287,7 @@ def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, w
     """
     if scores.shape[0] == 0 or not has_values(numerator):
         mass = None if weight is None else weight.expand_as(scores)
-        return _Pairs(numerator, scores, share, rivals, scores, mass)
+        return _Rivals(numerator, scores, share, rivals, scores, mass)
     counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
     sizes = torch.stack([count.max() for count in counts]).tolist()
     if scores.shape[0] == 1:
@@ -295,11 +295,11 @@ def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, w
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
         mass = None if weight is None else weight[rows[sizes[0] :]][None]
-        return _Pairs(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
+        return _Rivals(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
     (index, mask), (rival_index, inside) = (places_of(*group) for group in zip((numerator, rivals), counts, sizes))
     mass = None if weight is None else weight[rival_index]
     queries, points = scores.gather(1, index), scores.gather(1, rival_index)
-    return _Pairs(mask, queries, share.gather(1, index), inside, points, mass)
+    return _Rivals(mask, queries, share.gather(1, index), inside, points, mass)
 
 
 def _filling(thresholds: Thresholds, valid: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
 from ...errors import expected
-from ...kernels.smooth_ap.sums import smooth_ap_of_rows, smooth_ap_sums
+from ...kernels.smooth_ap.sums import smooth_ap_sums, try_in_c
 from ..arguments import completed
 from ..rows import compute_dtype, scaled_weight, weight_unit
 from .base import RankingLoss
@@ -92,7 +92,7 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
         # looks at the gradient of the scores has made them, and a subclass may have assigned others.
         weight, key_weight = (None, None) if rows.sample_weight is None else (pool.weight, pool.key_weight)
         settings = rule.ignore_index, temperature, spread_multiple
-        result = smooth_ap_of_rows(rows.logits, rows.targets, weight, key_weight, *settings)
+        result = try_in_c(rows.logits, rows.targets, weight, key_weight, *settings)
         if result is not None:
             loss, valid, temperature = result
             return PerClass(loss, valid), temperature

@@ -143,8 +143,8 @@ def test_a_small_pool_in_one_step(
 ) -> None:
     """From the third call on the module takes the short way, which is the long one to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
-    counted, plain = [], file.smooth_ap_of_rows
-    monkeypatch.setattr(file, "smooth_ap_of_rows", lambda *given: counted.append(plain(*given)) or counted[-1])
+    counted, plain = [], file.try_in_c
+    monkeypatch.setattr(file, "try_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
     options = {"temperature": temperature, "weighting": weighting or "rows"}
     loss, long = (kind(num_classes, **options) for kind in (fullrank.SmoothAPLoss, TheLongWay))
     for seed, count in enumerate((64, 64, 300, 64, 1400)):  # with several classes the spread is that of a sample
@@ -185,8 +185,8 @@ def test_a_small_pool_of_all_ranks_and_of_a_queue(rank: int, queue_size: int, nu
     """Loss, gradient and queue are those of the long way to the last bit, alone and over the ranks."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     with pytest.MonkeyPatch.context() as patch:
-        counted, plain = [], file.smooth_ap_of_rows
-        patch.setattr(file, "smooth_ap_of_rows", lambda *given: counted.append(plain(*given)) or counted[-1])
+        counted, plain = [], file.try_in_c
+        patch.setattr(file, "try_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
         for gathers in (False, True):
             kinds = fullrank.SmoothAPLoss, TheLongWay
             losses = [kind(num_classes, queue_size, gather_distributed=gathers) for kind in kinds]
@@ -302,7 +302,7 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     for num_rows, num_classes in ((2, 1), (5, 1), (4096, 1), (4097, 1), (9000, 1), (500, 9), (90, 65), (200, 151)):
         scores = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).exp().to(dtype)
         targets = torch.arange(num_rows) % max(2, num_classes)
-        found = native.smooth_ap_of_rows(scores, targets, None, None, -100, None, 1.0, False, ALL)
+        found = native.smooth_ap_rows(scores, targets, None, None, -100, None, 1.0, False, ALL)
         assert found[3] == spread_of(scores.t().contiguous(), None)
     for scores, targets in (
         (torch.ones(8, dtype=dtype), torch.arange(8) % 2),
@@ -313,13 +313,13 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
         (torch.arange(8, dtype=dtype), torch.arange(8)),
         (torch.arange(8, dtype=dtype), -(torch.arange(8) % 2)),
     ):
-        assert native.smooth_ap_of_rows(scores[:, None], targets, None, None, -100, None, 1.0, False, ALL) is None
+        assert native.smooth_ap_rows(scores[:, None], targets, None, None, -100, None, 1.0, False, ALL) is None
     ordinary = torch.arange(8, dtype=dtype)[:, None], torch.arange(8) % 2
-    assert native.smooth_ap_of_rows(*ordinary, None, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
+    assert native.smooth_ap_rows(*ordinary, None, None, -100, None, 1.0, True, 4 * 8)[1].tolist() == [True]
     without_positive = ordinary[0], 0 * ordinary[1]
-    assert native.smooth_ap_of_rows(*without_positive, None, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
+    assert native.smooth_ap_rows(*without_positive, None, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
-        assert native.smooth_ap_of_rows(*ordinary, None, None, ignored, temperature, 1.0, True, most) is None
+        assert native.smooth_ap_rows(*ordinary, None, None, ignored, temperature, 1.0, True, most) is None
 
 
 @needs_extension
@@ -426,14 +426,14 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
     column, targets = scores.t().contiguous(), positive[0].long()
     rest = -100, 0.1, 1.0, True, ALL
     plain, table, out = (weight, weight), torch.rand(3, 1, 81), torch.empty(1, 60)
-    assert native.smooth_ap_of_rows(column, targets, *plain, *rest) is not None
+    assert native.smooth_ap_rows(column, targets, *plain, *rest) is not None
     assert native.smooth_ap(scores, positive, member, weight, 0.1, True, weight) is not None
     for weights in ((changed(weight), weight), (weight, changed(weight))):
-        assert native.smooth_ap_of_rows(column, targets, *weights, *rest) is None
+        assert native.smooth_ap_rows(column, targets, *weights, *rest) is None
         if kind not in ("another dtype", "sparse"):  # torch converts the one, and raises at the other
             assert native.smooth_ap(scores, positive, member, weights[0], 0.1, True, weights[1]) is None
     if kind != "negative bit":
-        assert native.smooth_ap_of_rows(column, changed(targets), *plain, *rest) is None
+        assert native.smooth_ap_rows(column, changed(targets), *plain, *rest) is None
     graded = weight, weight.double(), member[0], weight.double(), targets.sort().values
     of_graded = 0.1, None, True, True, ALL
     assert native.ndcg(*graded, *of_graded) is not None
@@ -443,13 +443,13 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
             spoiled = *graded[:place], changed(tensor), *graded[place + 1 :]
             assert native.ndcg(*spoiled, *of_graded) is None
     risk = scores, positive, member, member[0], positive[0], weight, weight, first.double() + 1
-    assert native.soft_maximum(*risk, 0.1, 0, True, True) is not None
+    assert native.soft_maximum(risk, 0.1, 0, True, True) is not None
     for place, tensor in enumerate(risk):
         is_a_class = tensor.ndim == 2 or len(tensor) == 1  # whose last row, or itself, would be left out
         skipped = (kind == "sparse", kind == "negative bit" and tensor.dtype == torch.bool)
         if not (any(skipped) or (not place and kind in ("fewer rows", "another dtype"))):
             spoiled = changed(tensor.t()).t() if kind == "fewer rows" and is_a_class and place else changed(tensor)
-            assert native.soft_maximum(*risk[:place], spoiled, *risk[place + 1 :], 0.1, 0, True, True) is None
+            assert native.soft_maximum((*risk[:place], spoiled, *risk[place + 1 :]), 0.1, 0, True, True) is None
     if kind != "fewer rows":
         of_rows = changed(weight[None])
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
@@ -469,7 +469,7 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
         native.evaluate(table, scores, None, terms=changed(terms), **settings)
     if kind not in ("fewer rows", "another dtype"):
         assert not native.is_usable(changed(scores))
-        assert native.smooth_ap_of_rows(changed(column), targets, *plain, *rest) is None
+        assert native.smooth_ap_rows(changed(column), targets, *plain, *rest) is None
         assert native.smooth_ap(changed(scores), positive, member, None, 0.1, True) is None
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
             native.moments(changed(scores), None, 8.0, first, 80, 3)
@@ -510,20 +510,20 @@ def test_a_soft_maximum_leaves_to_torch_what_is_not_usual(dtype: torch.dtype) ->
     scores, positive, member = rows(3, 60, dtype)
     rest, scales = (0.1, 0, True, True), torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
     given = scores, positive, member, member[0], positive[0], scores[0].abs() + 1, scores[0].abs() + 1, scales
-    expected = native.soft_maximum(*given, *rest)
+    expected = native.soft_maximum(given, *rest)
     spread = [None if tensor is None else tensor.repeat_interleave(2, dim=-1)[..., ::2] for tensor in given]
-    assert all(map(torch.equal, native.soft_maximum(*spread, *rest), expected))
-    without = native.soft_maximum(*given, 0.1, 0, False, False)
+    assert all(map(torch.equal, native.soft_maximum(spread, *rest), expected))
+    without = native.soft_maximum(given, 0.1, 0, False, False)
     assert torch.equal(without[0], expected[0])
     assert without[1].numel() == without[4].numel() == 0
     for value in (math.inf, -math.inf, math.nan):
         for place, column in ((0, scores), (7, scales)):
             spoiled = column.clone()
             spoiled.view(-1)[1] = value
-            assert native.soft_maximum(*given[:place], spoiled, *given[place + 1 :], *rest) is None
+            assert native.soft_maximum((*given[:place], spoiled, *given[place + 1 :]), *rest) is None
     for budget, power in ((0.0, 0), (1.1, 0), (math.nan, 0), (0.1, -1), (0.1, 101)):
-        assert native.soft_maximum(*given, budget, power, True, True) is None
-    assert native.soft_maximum(scores.half(), *given[1:], *rest) is None
+        assert native.soft_maximum(given, budget, power, True, True) is None
+    assert native.soft_maximum((scores.half(), *given[1:]), *rest) is None
 
 
 @pytest.mark.parametrize("num_rows", [40, 5000, 40_000])
@@ -586,7 +586,7 @@ def test_a_class_that_does_not_exist_raises_in_every_call(num_classes: int) -> N
             with pytest.raises(ValueError, match=f"targets: expected .*, got {wrong}"):
                 loss(logits, targets.index_fill(0, torch.tensor([5]), wrong))
             spoiled = targets.index_fill(0, torch.tensor([5]), wrong)
-            assert native.smooth_ap_of_rows(logits, spoiled, None, None, -100, None, 0.1, False, ALL) is None
+            assert native.smooth_ap_rows(logits, spoiled, None, None, -100, None, 0.1, False, ALL) is None
         loss(logits, targets)
 
 
