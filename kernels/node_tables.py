@@ -3,12 +3,7 @@
 The kernel, a sigmoid or its slope, is analytic: its nearest pole is i pi temperatures away from the real line. On an
 interval of half-width a temperatures, the error of a polynomial through n Chebyshev nodes is therefore proportional to
 rho^-n with rho = z + sqrt(1 + z^2), z = pi / a. So a few numbers represent all rows of a bin, as sources and as
-targets::
-
-    rows -> moments of fine bins -> weights at p fine nodes -> weights at q coarse nodes
-                                                                     | kernel, between coarse bins within reach;
-                                                                     | beyond it a sigmoid is 0 or 1
-    rows <- polynomials of fine bins <- values at p fine nodes <- values at q coarse nodes
+targets. The head of smooth_ap/binned.py follows three bins by hand.
 
 This is the one-dimensional fast multipole method (Greengard and Rokhlin, 1987) with two levels.
 """

@@ -61,7 +61,6 @@ def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> t
     selected = _select(shard, reference, fractions, area.quantile_interpolation, extra)
     total, negatives, has_nan = selected.extra.view(3, -1)
     thresholds = thresholds_of(selected.levels, area, temperature, selected.members > 0)
-    assert thresholds.edges is not None
     valid = (total > 0) & (negatives > 0) & thresholds.resolved
     weights = torch.full_like(thresholds.edges.base, 1.0 / (area.n_knots - 1))  # on an interval of 1
     weights[:, 0] /= 2
@@ -151,7 +150,17 @@ def _at_levels(
             return loss, None
         gradient = torch.zeros_like(scores)
     else:
-        slopes, sums, nearest, finite = _slopes_of_part(scores, levels, taus, rule.reference)
+        finite, origin, shift, rates = origins(levels, taus)
+        slopes = scores.new_empty(*origin.shape, scores.shape[1])  # [L, C, N]
+        nearest = torch.zeros_like(origin, dtype=torch.float64)  # [L, C] distances, 0 where every level is a score
+        if shift is None:
+            sums, _ = write_slopes(slopes, scores, origin, rates, rule.reference, with_largest=False)
+        else:
+            sums = torch.zeros_like(nearest)
+            for number in range(num_levels):  # the distances are float64, of one level at a time
+                part = slice(number, number + 1)
+                rows = slopes[part], scores, origin[part], shift[part], rates, rule.reference
+                sums[part], nearest[part] = write_relative_slopes(*rows)
         local = torch.cat([loss[:, None], pushes, sums.t(), nearest.t()], dim=1)
         of_ranks = exchange.each(local, "the sums at the thresholds")
         loss = of_ranks[:, :, 0].sum(dim=0)
@@ -165,27 +174,3 @@ def _at_levels(
             gradient.addcmul_(slope, factor[:, level : level + 1].to(slope.dtype))
     gradient[class_of, row_of] += of_positives.to(gradient.dtype)
     return loss, gradient
-
-
-def _slopes_of_part(
-    scores: Tensor, levels: Levels, taus: Tensor, rows: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what the gradient of levels is made of, where ``scores`` (C, M) are one of several parts of the rows.
-
-    Returns:
-        The slopes s'(d / tau) of the ``rows`` (C, M) of this part, None for all, divided by t_0, see
-        :func:`~fullrank.kernels.below_levels.write_relative_slopes`: (L, C, M). Their sums, and the distances d_0,
-        (L, C) each: 0 where all levels are scores, of which no slope underflows; inf without rows. And which levels are
-        finite, (L, C).
-    """
-    finite, origin, shift, rates = origins(levels, taus)
-    slopes = scores.new_empty(*origin.shape, scores.shape[1])
-    if shift is None:
-        sums, _ = write_slopes(slopes, scores, origin, rates, rows, with_largest=False)
-        return slopes, sums, torch.zeros_like(sums), finite
-    sums, nearest = torch.zeros_like(shift), torch.zeros_like(shift)
-    for level in range(len(slopes)):  # the distances are float64, of one level at a time
-        part = slice(level, level + 1)
-        results = write_relative_slopes(slopes[part], scores, origin[part], shift[part], rates, rows)
-        sums[part], nearest[part] = results
-    return slopes, sums, nearest, finite

@@ -4,7 +4,9 @@
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
 compare :data:`KERNELS`. They depend neither on the number of threads nor on the vector instructions of the processor.
 
-C reads memory as it is told. Every tensor passes :func:`_address` on its way there, and C checks sizes and numbers.
+C reads memory as it is told. Every tensor passes :func:`_address` on its way there, and C checks sizes and numbers. The
+functions of whole losses return None for what the library does not compute, see sums.c, and for tensors that the gate
+refuses.
 """
 
 from __future__ import annotations
@@ -152,10 +154,7 @@ def smooth_ap(
     with_grad: bool,
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None.
-
-    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses.
-    """
+    """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None."""
     if not is_usable(scores) or scores.numel() == 0:
         return None
     num_classes, num_rows = shape = scores.shape
@@ -197,9 +196,7 @@ def smooth_ap_rows(
     with_grad: bool,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-    """Return the loss of each class (C,), 0 where not valid; validity (C,); gradient (M, C); the temperature.
-
-    None for rows that are not ordinary, see sums.c, and for tensors that the gate refuses.
+    """Return the loss of each class (C,), 0 where not valid; validity (C,); gradient (M, C); the temperature; or None.
 
     Args:
         scores: (M, C), of a dtype that the library has functions for.
@@ -239,9 +236,7 @@ def ndcg(
     with_grad: bool,
     most: int,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return the mean or the sum over the queries of one minus the smooth NDCG, float64, and its gradient (M,).
-
-    None for rows that are not ordinary, see sums.c, and for tensors that the gate refuses.
+    """Return the mean or sum over the queries of one minus the smooth NDCG, float64, and its gradient (M,), or None.
 
     Args:
         scores: (M,), of a dtype that the library has functions for.
@@ -273,9 +268,8 @@ def soft_maximum(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """Return the loss (C,), its gradient (C, M), the validity, lambda and the variance of the losses (C,), or None.
 
-    None stands for what the library does not compute, see sums.c, and for tensors that the gate refuses. ``rows`` are
-    the arguments of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient` up to ``scales``, and ``power`` is
-    1 / lambda, 0 to find it.
+    ``rows`` are the arguments of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient` up to ``scales``, and
+    ``power`` is 1 / lambda, 0 to find it.
     """
     scores = rows[0]
     assert scores is not None

@@ -12,12 +12,34 @@ pair with itself cancels::
 Where rows are compared with weights v_j, these are factors in R_N and R_P, and of g_N and g_P in the gradient of row j.
 The 1/2 is v_i / 2 then, so that f and its slope, A and B are no functions of the score alone: R_N, R_P and their slopes
 are read at each positive instead, and A and B become moments of the positives.
+
+Three bins by hand, with the names of the steps in the order in which they run. Two negatives have the scores 0.5 and
+8.5, a positive has 4, and the temperature is 1, for which bins are 4 wide. With two nodes in a bin (F = 1, p = q = 2),
+at u = 0.707 and -0.707, a bin has two numbers; "|" stands between bins, N for negatives and P for positives::
+
+    locate          0.5 is 0.125 bins: bin 0, and u = 2 * 0.125    N u = 0.250 | - | 0.250      P u = - | 0.000 | -
+    add_moments     the sums of 1 and of u         N 1.000 0.250 | 0.000 0.000 | 1.000 0.250
+                                                   P 0.000 0.000 | 1.000 0.000 | 0.000 0.000
+    fine_weights    at the nodes, of equal sums    N 0.677 0.323 | 0.000 0.000 | 0.677 0.323
+                                                   P 0.000 0.000 | 0.500 0.500 | 0.000 0.000
+    interact        sums through the sigmoids    R_N 1.354 1.800 | 0.924 1.159 | 0.357 0.805
+                    between all nodes            R_P 0.873 0.990 | 0.278 0.722 | 0.010 0.127
+    solve           f at the nodes                 f 0.497 0.547 | 0.543 0.487 | 0.412 0.562
+                    its sum, weighted by P         loss = 0.5 * 0.543 + 0.5 * 0.487 = 0.515
+    polynomials_of  values at the nodes are lines in u: g_N = 0.0119 + 0.0140 u | 0.0366 + 0.0037 u | 0.0143 - 0.0167 u
+    evaluate        the lines at the rows          gradient 0.0154 | -0.0256 | 0.0101
+
+By pairs the loss is 0.505 and the gradient 0.0070 | -0.0097 | 0.0027: two nodes are crude. With those of float32 (F, p
+and q of ``order_for``) all these digits agree. There a coarse bin has several fine bins, so that a row needs few
+moments, and ``coarse_weights`` and ``at_fine_nodes`` carry the numbers from fine to coarse nodes and back. Bins further
+apart than 34 temperatures are left out of ``interact``: ``beyond_reach`` counts those to the right. ``locate``,
+``add_moments`` and ``evaluate`` are in bins.py, the steps between nodes in node_tables.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -72,64 +94,38 @@ def smooth_ap_binned(
         factor: (C,) factors of the weights in ``sums``.
         add: with a ``key_weight``, returns the sum of a tensor over the parts; None if there are no others.
     """
-    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
-    gradient = _memory_like(scores) if with_grad else scores.new_empty(0)
-    runs = runs_of_classes(bins)
-    if len(runs) == 1:
-        return _sum_by_bins(problem, bins, order, gradient if with_grad else None, sums, factor, add), gradient
-    loss = torch.empty(scores.shape[0], dtype=torch.float64, device=scores.device)
-    stops = torch.arange(runs[0].stop, runs[-1].stop + 1, runs[0].stop, device=scores.device)
+    gradient = _memory_like(problem.scores) if with_grad else problem.scores.new_empty(0)
+    losses, temperature = [], problem.temperature
+    for c, own, own_bins in _runs(problem, bins):
+        places, terms = find_places(own, own_bins), None
+        moments = moments_of(own, own_bins, order, places) if sums is None else [*sums[:, :, c]]
+        if problem.key_weight is None:
+            factor_of_run = None if factor is None else factor[c]
+            loss, polynomials = solve(moments, own_bins, order, temperature, factor_of_run, with_grad)
+        else:
+            rates = partial(rates_of_positives, own, own_bins, order, places)
+            loss, polynomials, terms = solve_at_positives(moments, own_bins, order, temperature, rates, with_grad, add)
+        losses.append(loss)
+        if polynomials is not None:
+            read_gradient(polynomials, terms, own, own_bins, places, gradient[c])
+    return losses[0] if len(losses) == 1 else torch.cat(losses), gradient
+
+
+def _runs(problem: Problem, bins: Bins) -> Iterator[tuple[slice, Problem, Bins]]:
+    """Yield runs of classes whose tables fit into memory together, with their rows and bins."""
+    scores, positive, member, class_of, row_of, share, temperature, key_weight, *_ = problem
+    num_classes, step = len(scores), max(1, costs_of(scores.device).tables_at_once // bins.num_coarse)
+    if num_classes <= step:
+        yield slice(None), problem, bins
+        return
+    runs = [slice(first, first + step) for first in range(0, num_classes, step)]
+    stops = torch.arange(step, runs[-1].stop + 1, step, device=scores.device)
     ends = torch.searchsorted(class_of, stops).tolist()  # of the positives of each run
-    for part, first, end in zip(runs, [0, *ends], ends):
-        problem_of_run = Problem(
-            scores[part],
-            positive[part],
-            None if member is None else member[part],
-            class_of[first:end] - part.start,
-            row_of[first:end],
-            share[first:end],
-            temperature,
-            key_weight if key_weight is None or key_weight.ndim == 1 else key_weight[part],
-        )
-        loss[part] = _sum_by_bins(
-            problem_of_run,
-            bins._replace(first=bins.first[part]),
-            order,
-            gradient[part] if with_grad else None,
-            None if sums is None else sums[:, :, part],
-            None if factor is None else factor[part],
-            add,
-        )
-    return loss, gradient
-
-
-def runs_of_classes(bins: Bins) -> list[slice]:
-    """Return runs of classes whose tables fit into memory together."""
-    num_classes = bins.first.numel()
-    step = max(1, costs_of(bins.first.device).tables_at_once // bins.num_coarse)
-    return [slice(first, first + step) for first in range(0, max(1, num_classes), step)]
-
-
-def _sum_by_bins(
-    problem: Problem,
-    bins: Bins,
-    order: Order,
-    gradient: Tensor | None,
-    sums: Tensor | None,
-    factor: Tensor | None,
-    add: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """Return the loss (C,) float64, and write its gradient into ``gradient`` (C, M) if there is one."""
-    places, with_grad, terms = find_places(problem, bins), gradient is not None, None
-    moments = moments_of(problem, bins, order, places) if sums is None else [*sums]
-    if problem.key_weight is None:
-        loss, polynomials = solve(moments, bins, order, problem.temperature, factor, with_grad)
-    else:
-        rates = partial(rates_of_positives, problem, bins, order, places)
-        loss, polynomials, terms = solve_at_positives(moments, bins, order, problem.temperature, rates, with_grad, add)
-    if gradient is not None and polynomials is not None:
-        read_gradient(polynomials, terms, problem, bins, places, gradient)
-    return loss
+    for c, first, end in zip(runs, [0, *ends], ends):
+        rows = scores[c], positive[c], None if member is None else member[c]
+        listed = class_of[first:end] - c.start, row_of[first:end], share[first:end]
+        weight = key_weight if key_weight is None or key_weight.ndim == 1 else key_weight[c]
+        yield c, Problem(*rows, *listed, temperature, weight), bins._replace(first=bins.first[c])
 
 
 def smooth_ap_of_one_class(
