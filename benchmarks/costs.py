@@ -9,7 +9,7 @@ The seconds (pair to coarse_bin) are solved from the times of Smooth-AP, forward
 (the other constants) is the fastest of a quarter of the value in use, that value and four times as much, with all other
 constants unchanged. ``many_rows`` is the smallest tried number of rows at which the narrower bins are faster,
 ``plain_pairs`` the largest tried number of pairs up to which summing them all is faster, and ``interleaved`` the faster
-of the two. ``searches_at_once`` only bounds memory, so it is not measured.
+of the two.
 
 Runs in one process alone, because ranks on shared processors would disturb each other; measure on a quiet machine. The
 full run takes a few minutes and writes costs.json; a quick one takes seconds and writes only where ``--out`` says. Do

@@ -32,7 +32,6 @@ class Costs(NamedTuple):
     rows_at_once: int  # rows whose positions and bin numbers are computed together, to stay in the cache
     bins_at_once: int  # coarse bins that interact in one matrix product, 2.5 to 5 KiB each, to stay in the cache
     tables_at_once: int  # coarse bins of all classes that are summed together, 6 to 25 KiB each: bounds the memory
-    searches_at_once: int  # positives whose neighbours are searched together: bounds the memory
     lanes: int  # parts of the rows of a single class, each summed into a table of its own
     interleaved: bool  # the parts take turns row by row, else each is a run of rows, which one thread sums
     many_rows: int  # rows of a class from which narrower fine bins pay: larger tables, fewer moments for each row
@@ -61,7 +60,6 @@ _CPU = Costs(
     rows_at_once=2**18,
     bins_at_once=2**8,
     tables_at_once=2**14,
-    searches_at_once=2**20,
     lanes=4,
     interleaved=False,
     many_rows=600_000,
@@ -88,7 +86,6 @@ _ACCELERATOR = Costs(
     rows_at_once=2**24,
     bins_at_once=2**18,
     tables_at_once=2**17,
-    searches_at_once=2**24,
     lanes=32,
     interleaved=True,
     many_rows=0,

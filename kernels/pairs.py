@@ -21,6 +21,8 @@ class Problem(NamedTuple):
     share: Tensor  # [P] float64: its weight in the mean of its class; may have a stride of 0
     temperature: float
     key_weight: Tensor | None = None  # [M] or [C, M]: the weight of each row where it is compared, None for 1
+    valid: Tensor | None = None  # [C] bool, which classes are valid; None where it is not of interest
+    all_valid: bool = False  # as far as the host knows
 
     def at_positives(self, weight: Tensor) -> Tensor:
         """Return the weight of each listed positive, [P] float64, from ``weight`` (M,) or (C, M)."""

@@ -1,24 +1,22 @@
-"""Smooth-AP pair by pair: directly over all pairs, or over the sorted neighbours of each positive.
+"""Smooth-AP pair by pair: directly over all pairs, or over the sorted neighbours of the positives.
 
 The direct sums follow the definition, in chunks of positives, and are the reference for the other forms. With u_i the
 share of positive i: dloss/ds_ij = w_j u_i r_i / (r_i + n_i)^2 for a negative j, and -w_j u_i n_i / (r_i + n_i)^2 for a
 positive j; ds_ij/dx_j = s (1 - s) / tau = -ds_ij/dx_i. w is the weight of a row where rows are compared.
 
-The sorted sums are for scores so far apart that most bins would be empty. ``CUTOFF`` temperatures away from a positive
-a sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows within the cutoff of a positive are one slice,
-and the rows above that slice only need a count: O(M log M + pairs within the cutoff) time.
+The sorted sums are for many scores so far apart that most bins would be empty. ``CUTOFF`` temperatures away from a
+positive a sigmoid is 0 or 1 to the last bit of float64. In sorted order the rows within the cutoff of some neighbouring
+positives are one slice, over which the direct sums run, and the rows above that slice only need a count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import costs_of
 from ..node_tables import CUTOFF, suffix_sums
 from ..pairs import Problem, chunk_size, power_of_two
 
@@ -26,9 +24,12 @@ _FAR = {torch.float32: 104.0, torch.float64: 745.0}  # temperatures: exp(-104) a
 _FEW = 16  # pairs per row that may be summed beyond the cutoff
 
 
-def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``."""
-    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
+def smooth_ap_direct(problem: Problem, with_grad: bool, above: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``.
+
+    ``above`` (2,) are the masses of further negatives and positives, so far above that their sigmoids are 1.
+    """
+    scores, positive, member, class_of, row_of, share, temperature, key_weight, *_ = problem
     own_weight = None if key_weight is None else problem.at_positives(key_weight).to(scores.dtype)
     loss = share.new_zeros(scores.shape[0])
     gradient = torch.zeros_like(scores) if with_grad else scores.new_empty(0)
@@ -48,10 +49,11 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
         is_positive, mass = of_classes(ones, c), key_weight
         if key_weight is not None and key_weight.ndim == 2:
             mass = of_classes(key_weight, c)
-        above = sigmoid if mass is None else sigmoid * mass
-        among_positives = above * is_positive
+        weighted = sigmoid if mass is None else sigmoid * mass
+        among_positives = weighted * is_positive
         own = 1 if own_weight is None else own_weight[first : first + step]
-        n, r = (above - among_positives).sum(dim=1), among_positives.sum(dim=1) + own
+        n, r = (weighted - among_positives).sum(dim=1), among_positives.sum(dim=1) + own
+        n, r = (n, r) if above is None else (n + above[0], r + above[1])
         total, weight = r + n, share[first : first + step]
         loss.index_add_(0, c, weight * (n / total))
         if with_grad:
@@ -69,81 +71,45 @@ def smooth_ap_direct(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]
     return loss, gradient
 
 
-def smooth_ap_sorted(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return the loss (C,) float64 and its gradient (C, M); all scores are finite.
+def smooth_ap_sorted(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Return the same for finite scores, in float64: neighbouring positives with the rows near them, chunk by chunk.
 
     If no two rows are within the cutoff of each other, the cutoff would drop the whole gradient. If there are few pairs
     beyond it, they are summed too, as far as the dtype of the scores can represent their gradient.
     """
-    scores, positive, member, class_of, row_of, share, temperature, key_weight = problem
-    num_classes, num_rows = scores.shape
-    ordered, order = scores.contiguous().sort(dim=1)
-    is_positive = positive.gather(1, order)
-    is_negative = ~is_positive if member is None else member.gather(1, order) & ~is_positive
-    x = scores[class_of, row_of].double()
-    low, high = _window(ordered, class_of, x, _FAR[scores.dtype] * temperature)
-    if int((high - low).sum()) > _FEW * scores.numel():
-        low, high = _window(ordered, class_of, x, CUTOFF * temperature)
-    masses = torch.stack([is_negative, is_positive]).double()  # [2, C, M]
-    own_weight = None if key_weight is None else problem.at_positives(key_weight)
-    if key_weight is not None:
-        masses *= key_weight.expand_as(scores).gather(1, order)
-    # Summed from the top, so that small weights there are not lost in a difference of large sums.
-    above = F.pad(suffix_sums(masses), (0, 1))[:, class_of, high]  # [2, P]
-    masses = masses.flatten(1)
-    loss = torch.zeros(num_classes, dtype=torch.float64, device=scores.device)
-    gradient = torch.zeros(num_classes * num_rows, dtype=torch.float64, device=scores.device)
-    flat = ordered.reshape(-1)
-    for part, owner, place in _pairs(low + class_of * num_rows, high - low):
-        difference = (flat[place].double() - x[part][owner]) / temperature
-        is_self = order.reshape(-1)[place] == row_of[part][owner]
-        kinds = masses[:, place].masked_fill_(is_self, 0.0)  # [2, n]
-        sigmoid = torch.sigmoid(difference)
-        sums = above[:, part].clone().index_add_(1, owner, sigmoid * kinds)  # [2, p]
-        n, r = sums[0], sums[1] + (1.0 if own_weight is None else own_weight[part])
-        loss.index_add_(0, class_of[part], share[part] * n / (r + n))
-        factor = share[part] / (r + n) ** 2 / temperature
-        pull = (r * factor)[owner] * kinds[0] - (n * factor)[owner] * kinds[1]
-        pull = pull * sigmoid * torch.sigmoid(-difference)
-        gradient.index_add_(0, order.reshape(-1)[place] + (class_of[part] * num_rows)[owner], pull)
-        gradient.index_add_(
-            0, (class_of * num_rows + row_of)[part], -pull.new_zeros(n.numel()).index_add_(0, owner, pull)
-        )
-    return loss, gradient.view(num_classes, num_rows).to(scores.dtype)
-
-
-def _window(ordered: Tensor, class_of: Tensor, x: Tensor, reach: float) -> tuple[Tensor, Tensor]:
-    """Return the first row within ``reach`` of each positive, and the first beyond it, in sorted order, (P,) each."""
-    low, high = torch.empty_like(class_of), torch.empty_like(class_of)
-    ordered = ordered.double()
-    step = costs_of(x.device).searches_at_once
-    for first in range(0, x.numel(), step):
-        part = slice(first, first + step)
-        # One binary search serves all classes: each class with positives is one row of a 2-D search.
-        present, inverse = class_of[part].unique(return_inverse=True)
-        counts = torch.bincount(inverse, minlength=present.numel())
-        width = int(counts.max())
-        slot = torch.arange(inverse.numel(), device=x.device) - (counts.cumsum(0) - counts)[inverse]
-        table = x.new_zeros(present.numel(), width)
-        table[inverse, slot] = x[part]
-        low[part] = torch.searchsorted(ordered[present], table - reach)[inverse, slot]
-        high[part] = torch.searchsorted(ordered[present], table + reach, right=True)[inverse, slot]
-    return low, high
-
-
-def _pairs(start: Tensor, count: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of positives, and for each of their pairs the positive, as an index in the slice, and the place.
-
-    Each positive has pairs with the ``count`` (P,) places from ``start`` (P,) on.
-    """
-    limit = chunk_size(start, 1)
-    ends = count.cumsum(0)
-    first = 0
-    while first < count.numel():
-        base = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(torch.searchsorted(ends, base + limit, right=True)))
-        part = slice(first, last)
-        owner = torch.repeat_interleave(torch.arange(last - first, device=start.device), count[part])
-        within = torch.arange(owner.numel(), device=start.device) - (ends[part] - count[part] - base)[owner]
-        yield part, owner, start[part][owner] + within
-        first = last
+    scores, positive, member, class_of, row_of, share, temperature, key_weight, *_ = problem
+    loss, gradient = share.new_zeros(len(scores)), torch.zeros_like(scores, dtype=torch.float64)
+    most, first = chunk_size(scores, 1), 0
+    for c, count in zip(*(column.tolist() for column in class_of.unique_consecutive(return_counts=True))):
+        own, first = slice(first, first + count), first + count
+        ordered, order = scores[c].double().sort()
+        place_of_row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        place, sequence = place_of_row[row_of[own]].sort()
+        shares, is_positive = share[own][sequence], positive[c, order]
+        takes_part = None if member is None else member[c, order]
+        weight = None if key_weight is None else key_weight.expand_as(scores)[c, order].double()
+        for reach in (_FAR[scores.dtype] * temperature, CUTOFF * temperature):
+            low = torch.searchsorted(ordered, ordered[place] - reach)
+            high = torch.searchsorted(ordered, ordered[place] + reach, right=True)
+            if int((high - low).sum()) <= _FEW * len(order):
+                break
+        kinds = torch.stack([~is_positive, is_positive])
+        kinds = (kinds if takes_part is None else kinds & takes_part).double()
+        # Summed from the top, so that small weights there are not lost in a difference of large sums.
+        above = F.pad(suffix_sums(kinds if weight is None else kinds * weight), (0, 1))  # [2, M + 1]
+        lows, highs, start = low.tolist(), high.tolist(), 0
+        while start < count:
+            size = count - start
+            while size > 1 and size * (highs[start + size - 1] - lows[start]) > most:
+                size = (size + 1) // 2
+            part, near = slice(start, start + size), slice(lows[start], highs[start + size - 1])
+            at = place[part] - near.start
+            members, key = (None if row is None else row[None, near] for row in (takes_part, weight))
+            listed = torch.zeros_like(at), at, shares[part]
+            chunk = Problem(ordered[None, near], is_positive[None, near], members, *listed, temperature, key)
+            of_chunk, pulls = smooth_ap_direct(chunk, with_grad, above[:, near.stop])
+            loss[c] += of_chunk[0]
+            if with_grad:
+                gradient[c].index_add_(0, order[near], pulls[0])
+            start += size
+    return loss, gradient.to(scores.dtype) if with_grad else scores.new_empty(0)

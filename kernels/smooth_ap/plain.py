@@ -42,10 +42,10 @@ _TINY = torch.finfo(torch.float64).tiny
 _COLUMNS = [[0, 1, 0, 1, 0, 1, 0, -1], [-1, 0, -1, _TINY, 1, 0, 1, -1], [0, 0, 0, 0, 0, 0, 0, -1]]
 
 
-def plain_is_faster(scores: Tensor, cost: int = 1) -> bool:
-    """Return whether all pairs of ``scores`` (C, M), times ``cost``, are few enough for the plain form."""
+def plain_is_faster(scores: Tensor) -> bool:
+    """Return whether all pairs of ``scores`` (C, M) are few enough for the plain form."""
     num_classes, num_rows = scores.shape
-    return cost * num_classes * num_rows * num_rows <= costs_of(scores.device).plain_pairs
+    return num_classes * num_rows * num_rows <= costs_of(scores.device).plain_pairs
 
 
 def smooth_ap_plain(

@@ -1,31 +1,23 @@
 """The kernel of Smooth-AP: the loss of each class and its gradient, in the form that is fastest for the pool.
 
-The forms differ only by rounding. :func:`smooth_ap_and_gradient` takes the first one that fits:
-
-1. All M^2 pairs in plain operators, for small pools on an accelerator: plain.py.
-2. The pairs of positives and rows in C, for few pairs on the host: native/pairs.inc.
-3. Bins for many rows, of one class: ``smooth_ap_of_one_class`` in binned.py, on the host in C. There also with a
-   ``key_weight``: ``weighted_smooth_ap_in_c``.
-4. The pairs of positives and rows in torch, where they take less time than bins: ``smooth_ap_direct`` in direct.py.
-5. Sorted rows, where the scores are so far apart that most bins would be empty: ``smooth_ap_sorted`` in direct.py.
-6. Bins in torch: ``smooth_ap_binned`` in binned.py.
-
-costs.py says how many are few. The losses try :func:`try_in_c` first: for a small pool on the host, one call
-of C computes the temperature too.
+The forms differ only by rounding: ``FORMS`` is the table of them, and costs.py says how many are few. The losses try
+:func:`try_in_c` first: for a small pool on the host, one call of C computes the temperature too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 
 from .. import native
-from ..bins import find_bins
+from ..bins import Bins, find_bins
 from ..costs import costs_of
 from ..node_tables import order_for
 from ..pairs import Problem, weight_at
@@ -35,6 +27,8 @@ from ..torch_private import is_followed
 from .binned import smooth_ap_binned, smooth_ap_of_one_class, weighted_smooth_ap_in_c
 from .direct import smooth_ap_direct, smooth_ap_sorted
 from .plain import plain_is_faster, plain_loss_and_gradient, smooth_ap_plain
+
+Results: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def smooth_ap_sums(
@@ -129,81 +123,174 @@ def smooth_ap_and_gradient(
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,)."""
-    costs, num_rows = costs_of(scores.device), scores.shape[1]
-
-    def pairs_are_best(count: int, num_bins: int = 0) -> bool:
-        few = costs.pairs_are_faster(count * num_rows, scores.numel(), num_bins)
-        return method == "direct" or count * num_rows == 0 or (method == "auto" and few)
-
-    # A known number of positives lists them without a wait, which pays from a quarter as many pairs on.
-    is_known = num_positive >= 0 and member is None and weight is None and pairs_are_best(num_positive)
-    is_plain = method == "auto" and plain_is_faster(scores, 4 if is_known else 1)
-    if method == "plain" or is_plain:
-        return plain_loss_and_gradient(scores, positive, member, weight, temperature, with_grad, key_weight)
-    count = int(numpy.count_nonzero(positive.numpy())) if scores.is_cpu else 0  # positives of all classes
-    few_for_c = method == "auto" and count * num_rows <= costs.most_native_pairs(len(scores), scores.numel())
-    if few_for_c or method == "direct":
-        results = native.smooth_ap(scores, positive, member, weight, temperature, with_grad, key_weight)
-        if results is not None:
+    call = _Call(scores, positive, member, weight, temperature, with_grad, method, num_positive, key_weight)
+    for _, applies, compute in FORMS:
+        if applies(call) and (results := compute(call)) is not None:
             return results
+    raise AssertionError("the last form always applies")
 
-    is_simple = 0 < count < num_rows and len(scores) == 1 and member is None and weight is None
-    is_usable = native.is_usable(scores, positive, member, key_weight)
-    if (is_simple or key_weight is not None) and is_usable and not pairs_are_best(count):
-        (low, high), order = _lowest_and_highest(scores), order_for(scores, num_rows)
-        is_finite = bool((low.isfinite() & high.isfinite()).all())
-        bins = find_bins(scores, low, high, temperature, order.fine) if is_finite else None
-        num_bins = 0 if bins is None else bins.num_coarse * len(scores)
-        if bins is not None and not pairs_are_best(count, num_bins):
-            if key_weight is None:
-                sums = smooth_ap_of_one_class(scores, positive, count, bins, order, temperature, with_grad)
-                return *sums, positive.new_ones(1)
-            if bins.outside is None and num_bins <= costs.tables_at_once:
-                rows = scores, positive, member, key_weight
-                return weighted_smooth_ap_in_c(*rows, bins, order, temperature, with_grad)
-    ends: tuple[Tensor, Tensor] | None = None  # lowest and highest score, (C,) each on the host
-    if scores.device.type == "cpu" or scores.shape[0] > 1 or num_rows == 0:
-        problem, valid, all_valid = _list_positives(scores, positive, member, weight, temperature)
-    else:
-        known = _OneClass(num_positive, num_rows, 1.0, None)
-        if num_positive < 0 or member is not None or weight is not None or not pairs_are_best(num_positive):
-            known = _read_one_class(scores, positive, member, weight, num_positive)
-        is_simple = 0 < known.num_positive < num_rows <= costs.rows_at_once and member is None and weight is None
-        if is_simple and not costs.reads_freely and known.ends is not None and all(map(torch.isfinite, known.ends)):
-            order = order_for(scores, num_rows)
-            bins = find_bins(scores, *known.ends, temperature, order.fine)
-            if bins is not None and bins.outside is None and not pairs_are_best(known.num_positive, bins.num_coarse):
-                pool = scores, positive, known.num_positive
-                return *smooth_ap_of_one_class(*pool, bins, order, temperature, with_grad), positive.new_ones(1)
-        problem, valid, all_valid = _list_positives_of_one_class(scores, positive, member, weight, temperature, known)
-        ends = known.ends
-    problem = problem._replace(key_weight=key_weight)
-    undefined = None  # [C] bool: the classes that are NaN
-    if pairs_are_best(problem.share.numel()):
-        loss, gradient = smooth_ap_direct(problem, with_grad)
-    else:
-        problem, low, high, undefined = _make_finite(problem, ends)
-        order = order_for(scores, num_rows)
-        bins = find_bins(problem.scores, low, high, temperature, order.fine)
-        if bins is None:
-            loss, gradient = smooth_ap_sorted(problem)
-        elif pairs_are_best(problem.share.numel(), bins.num_coarse * scores.shape[0]):
-            loss, gradient = smooth_ap_direct(problem, with_grad)
+
+@dataclass
+class _Call:
+    """The arguments of a call, and what decides on its form, found out when a form first asks for it."""
+
+    scores: Tensor
+    positive: Tensor
+    member: Tensor | None
+    weight: Tensor | None
+    temperature: float
+    with_grad: bool
+    method: str
+    num_positive: int
+    key_weight: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.rows = self.scores, self.positive, self.member, self.weight
+        self.costs, self.num_rows = costs_of(self.scores.device), self.scores.shape[1]
+        self.arguments = *self.rows, self.temperature, self.with_grad, self.key_weight
+        is_known = self.num_positive >= 0 and self.member is None and self.weight is None
+        self.lists_without_a_wait = is_known and self.pairs_are_best(self.num_positive)
+
+    def pairs_are_best(self, count: int, bins: Bins | None = None) -> bool:
+        """Return whether the pairs of ``count`` positives take less time than the bins, None for the fewest."""
+        num_pairs, num_bins = count * self.num_rows, 0 if bins is None else bins.num_coarse * len(self.scores)
+        few = self.costs.pairs_are_faster(num_pairs, self.scores.numel(), num_bins)
+        return self.method == "direct" or num_pairs == 0 or (self.method == "auto" and few)
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether all pairs of rows are few, or there is no row; a list without a wait pays from a quarter on."""
+        num_pairs = self.scores.numel() * self.num_rows * (4 if self.lists_without_a_wait else 1)
+        return num_pairs <= self.costs.plain_pairs if self.method == "auto" else self.method == "plain" or not num_pairs
+
+    @property
+    def has_few_pairs_for_c(self) -> bool:
+        """Whether the pairs of positives and rows are few for C."""
+        if self.method != "auto" or not self.scores.is_cpu:
+            return self.method == "direct"
+        return self.count * self.num_rows <= self.costs.most_native_pairs(len(self.scores), self.scores.numel())
+
+    @cached_property
+    def count(self) -> int:
+        """The positives of all classes, on an accelerator of a single class."""
+        return int(numpy.count_nonzero(self.positive.numpy())) if self.read is None else self.read.num_positive
+
+    @cached_property
+    def read(self) -> _OneClass | None:
+        """What the host knows of a single class on an accelerator, for which it waits at most once."""
+        if self.scores.is_cpu or len(self.scores) > 1:
+            return None
+        if self.lists_without_a_wait:
+            return _OneClass(self.num_positive, self.num_rows, 1.0, None)
+        return _read_one_class(*self.rows, self.num_positive)
+
+    @cached_property
+    def bins(self) -> Bins | None:
+        """Bins of one class of equal weights or, in C, of rows with a ``key_weight``; None if pairs are best."""
+        is_even = len(self.scores) == 1 and self.member is None and self.weight is None
+        if self.read is None:
+            fits = is_even or self.key_weight is not None
+            fits = fits and native.is_usable(self.scores, self.positive, self.member, self.key_weight)
         else:
-            loss, gradient = smooth_ap_binned(problem, bins, order, with_grad)
-    if not all_valid and num_rows:  # the sums of a valid class already carry a NaN
-        has_nan = scores.amax(dim=1).isnan()
-        undefined = has_nan if undefined is None else undefined | has_nan
-    if undefined is not None:
-        loss = loss.masked_fill(undefined, math.nan)
-        gradient = gradient.masked_fill_(undefined[:, None], math.nan) if with_grad else gradient
-    return loss, gradient if with_grad else scores.new_empty(0), valid
+            fits = is_even and self.num_rows <= self.costs.rows_at_once and not self.costs.reads_freely
+        if not fits or (is_even and not 0 < self.count < self.num_rows) or self.pairs_are_best(self.count):
+            return None
+        ends = None if self.read is None else self.read.ends
+        low, high = _lowest_and_highest(self.scores) if ends is None else ends
+        if not bool((low.isfinite() & high.isfinite()).all()):
+            return None
+        bins = find_bins(self.scores, low, high, self.temperature, order_for(self.scores, self.num_rows).fine)
+        if bins is None or self.pairs_are_best(self.count, bins):
+            return None
+        fits = is_even or bins.num_coarse * len(self.scores) <= self.costs.tables_at_once
+        return bins if fits and (bins.outside is None or (is_even and self.read is None)) else None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The rows with a list of the positives of valid classes."""
+        if self.read is None:
+            problem = _list_positives(*self.rows, self.temperature)
+        else:
+            problem = _list_positives_of_one_class(*self.rows, self.temperature, self.read)
+        return problem._replace(key_weight=self.key_weight)
+
+    @property
+    def has_few_pairs(self) -> bool:
+        """Whether the pairs of the listed positives and rows are few."""
+        count = self.problem.share.numel()
+        return self.pairs_are_best(count) or self.pairs_are_best(count, self.finite.bins)
+
+    @cached_property
+    def finite(self) -> _Finite:
+        """The same with finite scores."""
+        problem, low, high, undefined = _make_finite(self.problem, None if self.read is None else self.read.ends)
+        fine = order_for(self.scores, self.num_rows).fine
+        return _Finite(problem, find_bins(problem.scores, low, high, self.temperature, fine), undefined)
+
+    def completed(self, sums: tuple[Tensor, Tensor], undefined: Tensor | None = None) -> Results:
+        """Return the loss and gradient with the validity, NaN in ``undefined`` classes and in those with a NaN."""
+        (loss, gradient), valid = sums, self.problem.valid
+        assert valid is not None
+        if not self.problem.all_valid:  # the sums of a valid class already carry a NaN
+            has_nan = self.scores.amax(dim=1).isnan()
+            undefined = has_nan if undefined is None else undefined | has_nan
+        if undefined is not None:
+            loss = loss.masked_fill(undefined, math.nan)
+            gradient = gradient.masked_fill_(undefined[:, None], math.nan) if self.with_grad else gradient
+        return loss, gradient, valid
+
+
+class _Finite(NamedTuple):
+    problem: Problem
+    bins: Bins | None  # None if most would be empty
+    undefined: Tensor | None  # [C] bool, the classes that are NaN; None for none
+
+
+def _without_a_list(call: _Call) -> Results:
+    assert call.bins is not None
+    settings = call.bins, order_for(call.scores, call.num_rows), call.temperature, call.with_grad
+    if call.key_weight is not None:
+        return weighted_smooth_ap_in_c(call.scores, call.positive, call.member, call.key_weight, *settings)
+    sums = smooth_ap_of_one_class(call.scores, call.positive, call.count, *settings)
+    return *sums, call.positive.new_ones(1)
+
+
+def _by_pairs(call: _Call) -> Results:
+    return call.completed(smooth_ap_direct(call.problem, call.with_grad))
+
+
+def _by_bins(call: _Call) -> Results:
+    problem, bins, undefined = call.finite
+    assert bins is not None
+    order = order_for(call.scores, call.num_rows)
+    return call.completed(smooth_ap_binned(problem, bins, order, call.with_grad), undefined)
+
+
+def _by_sorting(call: _Call) -> Results:
+    return call.completed(smooth_ap_sorted(call.finite.problem, call.with_grad), call.finite.undefined)
+
+
+# The first form that applies is taken. One that returns None leaves the call to the next.
+FORMS: tuple[tuple[str, Callable[[_Call], bool], Callable[[_Call], Results | None]], ...] = (
+    # It reads no value: a small step on an accelerator takes as long as its launches and waits.
+    ("all pairs of rows", lambda call: call.has_few_rows, lambda call: plain_loss_and_gradient(*call.arguments)),
+    # C passes over few pairs while torch lists the positives. It refuses scores that are not finite.
+    ("pairs in C", lambda call: call.has_few_pairs_for_c, lambda call: native.smooth_ap(*call.arguments)),
+    # Many rows: a list of the positives would take as long as the sums.
+    ("bins without a list", lambda call: call.bins is not None, _without_a_list),
+    # Few positives, of which the pairs take less time than tables of bins.
+    ("pairs", lambda call: call.has_few_pairs, _by_pairs),
+    # Many rows of several classes, with masks or with weights of the positives, or without the library.
+    ("bins", lambda call: call.finite.bins is not None, _by_bins),
+    # Scores so far apart that most bins would be empty.
+    ("sorted rows", lambda call: True, _by_sorting),
+)
 
 
 def _list_positives(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
-) -> tuple[Problem, Tensor, bool]:
-    """List the positives of the valid classes with their shares; return which classes are valid, (C,), and if all are.
+) -> Problem:
+    """List the positives of the valid classes with their shares.
 
     On the host the counts come from the list, because reducing a mask along a dimension takes as long there as a pass
     over the bins.
@@ -217,7 +304,7 @@ def _list_positives(
         class_of, row_of = positive.nonzero(as_tuple=True)
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
         share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
-        return Problem(scores, positive, None, class_of, row_of, share, temperature), positive.new_ones(1), True
+        return Problem(scores, positive, None, class_of, row_of, share, temperature, None, positive.new_ones(1), True)
     if positive.is_cpu:
         count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     else:
@@ -233,12 +320,12 @@ def _list_positives(
         share = mass / total[class_of]
     if scores.device.type != "cpu":
         share = torch.where(valid[class_of], share, 0.0)
-        return Problem(scores, positive, member, class_of, row_of, share, temperature), valid, False
+        return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid)
     all_valid = bool(valid.all())
     if not all_valid:
         counted = valid[class_of]
         class_of, row_of, share = class_of[counted], row_of[counted], share[counted]
-    return Problem(scores, positive, member, class_of, row_of, share, temperature), valid, all_valid
+    return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid, all_valid)
 
 
 class _OneClass(NamedTuple):
@@ -277,7 +364,7 @@ def _read_one_class(
 
 def _list_positives_of_one_class(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, known: _OneClass
-) -> tuple[Problem, Tensor, bool]:
+) -> Problem:
     """Return the same as :func:`_list_positives` for a single class without waiting for the device."""
     is_valid = 0 < known.num_positive < known.num_member and known.mass > 0
     row_of = torch.nonzero_static(positive[0], size=known.num_positive if is_valid else 0)[:, 0]
@@ -288,8 +375,8 @@ def _list_positives_of_one_class(
         # index_add_ sums in the order of the rows, as in _list_positives.
         share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)
     class_of = torch.zeros_like(row_of)
-    problem = Problem(scores, positive, member, class_of, row_of, share, temperature)
-    return problem, torch.full((1,), is_valid, device=scores.device), is_valid
+    valid = torch.full((1,), is_valid, device=scores.device)
+    return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid, is_valid)
 
 
 def _make_finite(problem: Problem, ends: tuple[Tensor, Tensor] | None) -> tuple[Problem, Tensor, Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -12,11 +13,11 @@ from parts import Meet, together
 from score_sets import ROWS, SETS, generator, normal
 from torch import Tensor
 
-import fullrank
-from fullrank.kernels import native, node_tables
+from fullrank.kernels import node_tables
 from fullrank.kernels import sigmoid_sums as pairwise_sums
-from fullrank.kernels.bins import cover, cover_bulk, find_bins, locate, most_bins
+from fullrank.kernels.bins import Bins, cover, cover_bulk, find_bins, locate, most_bins
 from fullrank.kernels.costs import TABLE
+from fullrank.kernels.pairs import Problem
 from fullrank.kernels.smooth_ap import binned, sums
 from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 from fullrank.losses import sigmoid_sums
@@ -74,6 +75,17 @@ def test_a_graph_that_is_kept_gives_its_gradient_again(method: str) -> None:
     gradients = [torch.autograd.grad(3 * loss.sum(), leaf, retain_graph=kept)[0] for kept in (True, True, False)]
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     assert gradients[0].norm() > 0
+
+
+def test_rows_of_which_no_two_are_within_the_cutoff() -> None:
+    """Their gradient, e^-50 of the others, is not 0."""
+    scores = 50 * torch.randperm(3000, generator=generator()).double()[None]
+    positive = torch.rand(scores.shape, generator=generator()) < 0.3
+    reference = smooth_ap_by("direct", scores, positive, 1.0)[1]
+    for dtype in (torch.float32, torch.float64):
+        gradient = smooth_ap_by("binned", scores.to(dtype), positive, 1.0)[1]
+        assert (gradient - reference).norm() * 1e6 <= reference.norm()
+    assert 0 < reference.norm() < 1e-20
 
 
 def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +221,36 @@ def test_bins_hold_the_rows_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(position * plain.width / plain.fine, scores[:100].double(), rtol=1e-6, atol=1e-8)
 
 
-def test_auto_takes_pairs_for_small_pools_and_bins_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FUNCTIONS", {})
+# The method, the rows, what their scores are multiplied by, if they have weights, and the form in C and in torch.
+CHOICES = [
+    ("binned", 0, 1.0, False, ("all pairs of rows", "all pairs of rows")),
+    ("auto", 1000, 1.0, True, ("pairs in C", "pairs")),
+    ("auto", 100_000, 1.0, False, ("bins without a list", "bins")),
+    ("auto", 100_000, 1.0, True, ("bins without a list", "bins")),
+    ("auto", 100_000, 1e7, False, ("sorted rows", "sorted rows")),
+]
+
+
+@pytest.mark.parametrize(("method", "size", "scale", "is_weighted", "names"), CHOICES)
+def test_the_first_form_that_applies(
+    method: str,
+    size: int,
+    scale: float,
+    is_weighted: bool,
+    names: tuple[str, str],
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[str] = []
-    for name in ("smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"):
-        original = getattr(sums, name)
-        monkeypatch.setattr(sums, name, lambda *a, _f=original, _n=name, **k: (taken.append(_n), _f(*a, **k))[1])
-    for size, spread in ((1000, 1.0), (100_000, 1.0), (100_000, 1e7)):
-        scores = normal(size)[:, None] * spread
-        targets = (torch.rand(size, generator=generator()) < 0.05).long()
-        fullrank.losses.smooth_ap(scores.requires_grad_(), targets, temperature=0.01).backward()
-    assert taken == ["smooth_ap_direct", "smooth_ap_binned", "smooth_ap_sorted"]
+
+    def noted(name: str, compute: Callable[[object], object]) -> Callable[[object], object]:
+        return lambda pool: taken.append(name) or compute(pool)
+
+    forms = [(name, applies, noted(name, compute)) for name, applies, compute in sums.FORMS]
+    monkeypatch.setattr(sums, "FORMS", forms)
+    positive = torch.rand(1, size, generator=generator()) < 0.05
+    smooth_ap_by(method, normal(size)[None] * scale, positive, 0.01, is_weighted=is_weighted)
+    assert taken[-1] == names[kernels == "torch"]
 
 
 def test_the_default_device_is_not_kept_in_the_tables():
@@ -242,6 +273,47 @@ def test_scores_that_are_infinite_in_units_of_the_bins(dtype, scale, num_classes
     direct, binned = (smooth_ap_sums(scores, positive, None, None, 0.01, way)[0] for way in ("direct", "binned"))
     # Direct sums are in the dtype of the scores: a thousand terms.
     torch.testing.assert_close(direct, binned, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+def by_hand(values: Tensor, digits: int = 3) -> str:
+    """Return numbers of bins (B, n) as the head of binned.py writes them."""
+    return " | ".join(" ".join(f"{value:.{digits}f}" for value in of_bin) for of_bin in values.tolist())
+
+
+def numbers_of_the_head(scores: Tensor) -> list[str]:
+    """Return the numbers in the head of binned.py for two negatives and the positive between them."""
+    positive, one = torch.tensor([[False, True, False]]), torch.ones(1, dtype=torch.float64)
+    problem = Problem(scores, positive, None, torch.tensor([0]), torch.tensor([1]), one, 1.0)
+
+    def by_bins(order: node_tables.Order) -> tuple[Bins, Tensor, Tensor]:
+        bins = cover(scores[:, 0], scores[:, 2], 1.0, order.fine)
+        return bins, *binned.smooth_ap_binned(problem, bins, order, True)
+
+    order = node_tables.Order(fine=1, p=2, q=2)
+    bins, loss, gradient = by_bins(order)
+    of_all, positives, _ = binned.moments_of(problem, bins, order, binned.find_places(problem, bins))
+    moments = torch.stack([of_all - positives, positives], dim=2)[..., :-1].unflatten(-1, (3, 1))  # [p, 1, 2, B, 1]
+    grid = binned._grid_of(bins, order, 1.0, scores.device)
+    weights, fields = node_tables.fine_weights(moments, grid.matrices), binned.fields_of(moments, grid)
+    found = [by_hand(of_kind) for of_kind in moments[:, 0, :, :, 0].movedim(0, -1)]
+    found += [by_hand(of_kind[0]) for of_kind in (*weights.unbind(dim=1), fields.r_n, fields.r_p)]
+    fields.r_p.add_(0.5)
+    f = (fields.r_n / (fields.r_n + fields.r_p))[0]  # [B, p]
+    found += [by_hand(f), f"0.5 * {f[1, 0]:.3f} + 0.5 * {f[1, 1]:.3f} = {loss[0]:.3f}"]
+    lines = binned.polynomials_of(fields, weights[:, 1], grid)[:, 0, 0, :3]  # [p, B]
+    found += [" | ".join(f"{a:.4f} {'+-'[b < 0]} {abs(b):.4f} u" for a, b in lines.t().tolist())]
+    found += [by_hand(gradient.t(), 4)]
+    by_pairs = smooth_ap_by("direct", scores, positive, 1.0)
+    for loss, gradient in (by_pairs, by_bins(node_tables.order_for(scores.float(), 3))[1:]):
+        found += [f"the loss is {loss[0]:.3f} and the gradient {by_hand(gradient.t(), 4)}"]
+    return found
+
+
+def test_the_three_bins_of_the_head() -> None:
+    scores, text = torch.tensor([[0.5, 4.0, 8.5]], dtype=torch.float64), str(binned.__doc__)
+    assert [number for number in numbers_of_the_head(scores) if number not in text] == []
+    # The control: of other scores all numbers but the counts are others.
+    assert sum(number not in text for number in numbers_of_the_head(scores * 1.1)) >= 9
 
 
 # Temperature, and the number of rows from which fine bins are narrower.

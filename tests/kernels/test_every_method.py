@@ -99,7 +99,8 @@ def assert_method(method: str, scores: Tensor, extra: str, tau: float = 0.3, fac
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     limit = LIMITS[scores.dtype]
     assert torch.equal(is_valid, valid)
-    assert not loss[~valid].nan_to_num().any()  # which the losses leave out
+    assert not loss[~valid].nan_to_num().any()  # which the losses leave out, unless they are NaN
+    assert loss[expected.isnan()].isnan().all()
     torch.testing.assert_close(loss[valid].double(), expected[valid], rtol=0, atol=limit, equal_nan=True)
     members = torch.ones_like(positive) if member is None else member
     assert torch.equal((gradient.isnan() & members).any(dim=1)[valid], expected[valid].isnan())
