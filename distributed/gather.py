@@ -56,7 +56,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, outputs: list[Tensor], *inputs: Tensor) -> Any:
-        # The inputs are witnesses and nothing is saved: outputs may change in place before a backward with a graph.
+        # The inputs are kept only to refuse a second derivative. Nothing is saved: outputs may change in place.
         ctx.plan, ctx.call, ctx.witnesses = plan, plan.call, inputs
         # The local form skips an output without a gradient. A collective needs a gradient on every rank.
         ctx.set_materialize_grads(plan.reduce_scatter)
@@ -86,7 +86,6 @@ def _factor(scale: int) -> Tensor:
     return torch.tensor(float(scale), dtype=torch.float64, device="cpu")
 
 
-@not_compiled
 def gather_agreed(
     call: str,
     group: ProcessGroup,
@@ -112,20 +111,19 @@ def gather_after(
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Any, ...]:
     """Return the tensors of an agreement, gathered from all ranks; None stays None."""
-    present = [tensor for tensor in agreed.tensors if tensor is not None]
-    places = [place for place, tensor in enumerate(present) if tensor.requires_grad and torch.is_grad_enabled()]
-    scale = gradient_scale(gradient_reduction, group, needs_grad=bool(places))
-    gathered = agreed.arrived
-    if gathered is None:
+    present = {place: tensor for place, tensor in enumerate(agreed.tensors) if tensor is not None}
+    inputs = {place: tensor for place, tensor in present.items() if tensor.requires_grad and torch.is_grad_enabled()}
+    scale = gradient_scale(gradient_reduction, group, needs_grad=bool(inputs))
+    rows = agreed.arrived
+    if rows is None:
         with torch.no_grad():
-            gathered = Exchange(call, group).rows(present, agreed.rows) if present else []
-    if places:
-        inputs, outputs = [present[place] for place in places], [gathered[place] for place in places]
+            rows = Exchange(call, group).rows([*present.values()], agreed.rows) if present else []
+    gathered = dict(zip(present, rows))
+    if inputs:
         plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
-        for place, output in zip(places, _GatherRows.apply(plan, outputs, *inputs)):
-            gathered[place] = output
-    rest = iter(gathered)
-    return tuple([None if tensor is None else next(rest) for tensor in agreed.tensors])
+        outputs = _GatherRows.apply(plan, [*map(gathered.get, inputs)], *inputs.values())
+        gathered.update(zip(inputs, outputs))
+    return tuple(map(gathered.get, range(len(agreed.tensors))))
 
 
 def gather_rows(
@@ -215,6 +213,7 @@ def all_gather_no_grad(tensor: Tensor, group: Group = None) -> Tensor:
         return _gather_tensors("all_gather_no_grad", (tensor,), group, "mean")[0]  # type: ignore[return-value]
 
 
+@not_compiled
 def _gather_tensors(
     call: str,
     tensors: tuple[Tensor | None, ...],
@@ -226,7 +225,8 @@ def _gather_tensors(
         check_gradient_reduction(gradient_reduction)
         if backward not in ("local", "reduce_scatter"):
             raise ValueError(expected("backward", "'local' or 'reduce_scatter'", backward))
-        return Offer(None, _facts_of(gradient_reduction, backward), tensors=tensors)
+        facts = {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
+        return Offer(None, facts, tensors=tensors)
 
     resolved = resolve_group(group)
     if alone(resolved, gradient_reduction):
@@ -234,6 +234,8 @@ def _gather_tensors(
         bring()
         return tensors
     refuse_in_backward(call)
+    global _has_gathered
+    _has_gathered = True
     gathered = gather_agreed(call, resolved, bring, gradient_reduction=gradient_reduction, backward=backward).tensors
     for tensor in gathered:
         if tensor is not None:
@@ -241,40 +243,40 @@ def _gather_tensors(
     return gathered
 
 
-@functools.lru_cache(typed=True)  # agree_on does not hash the same object again
-def _facts_of(gradient_reduction: str | int, backward: str) -> dict[str, object]:
-    return {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
-
-
 # The living tensors that public gathers have returned, by id, because == of tensors is elementwise.
 _GATHERED_OVER: dict[int, tuple[ReferenceType[Tensor], ProcessGroup]] = {}
+_has_gathered = False  # whether a public gather was called in this process; if not, there is nothing to recognise
 
 
-# Names of autograd nodes whose output rows come from input rows. A matrix product may turn rows into columns.
+# Names of autograd nodes whose output rows are input rows. Not a matrix product: its output rows need not be.
 _KEEP_ROWS = {"Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "MaskedSelect", "Mul", "Neg", "ReshapeAlias"}
 _KEEP_ROWS |= {"Select", "Sigmoid", "Slice", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 _MAX_NODES = 16
 
 
-def check_not_gathered(name: str, tensor: object, group: ProcessGroup) -> None:
-    """Raise ValueError when ``tensor`` holds rows that a public gather has already gathered over ranks of ``group``.
+def check_not_gathered(group: ProcessGroup | None, **tensors: object) -> None:
+    """Raise ValueError when one of ``tensors`` holds rows that a public gather has gathered over ranks of ``group``.
 
     It recognises a tensor that a gather returned, and a view of one. In a graph it looks behind at most 16 operators
     with one input each, such as a conversion, a slice or a factor.
     """
-    over = _gathered_over(tensor) if isinstance(tensor, Tensor) else None
-    if over is None:
+    if group is None or not _has_gathered:
         return
-    if over is not group:
-        # A gather over other ranks is allowed before, such as one over the parts of a sequence.
-        try:
-            shared = {*group_ranks(over)} & {*group_ranks(group)}
-        except Exception:  # that group has been destroyed
-            return
-        if len(shared) < 2:
-            return
-    fix = "Pass the rows of this rank, which the loss gathers, or set gather_distributed=False on the loss."
-    raise ValueError(expected(name, "the rows of this rank", Words("rows that were gathered already"), fix))
+    for name, tensor in tensors.items():
+        over = _gathered_over(tensor) if isinstance(tensor, Tensor) else None
+        if over is not None and _share_ranks(over, group):
+            fix = "Pass the rows of this rank, which the loss gathers, or set gather_distributed=False on the loss."
+            raise ValueError(expected(name, "the rows of this rank", Words("rows that were gathered already"), fix))
+
+
+def _share_ranks(over: ProcessGroup, group: ProcessGroup) -> bool:
+    """Return False for a gather over other ranks, such as one over the parts of a sequence: it is allowed before."""
+    if over is group:
+        return True
+    try:
+        return len({*group_ranks(over)} & {*group_ranks(group)}) > 1
+    except Exception:  # that group has been destroyed
+        return False
 
 
 def _gathered_over(tensor: Tensor) -> ProcessGroup | None:

@@ -114,8 +114,7 @@ class Offer(Generic[T]):
 
     Attributes:
         value: :func:`agree_on` returns it to this rank only.
-        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice. The same object
-            as in the last such call is not hashed again, so the mapping must not be changed.
+        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice.
         rows: number of rows on this rank.
         totals: at most eight numbers, floats or one-element tensors.
         checksum: state on the device that must be equal on every rank.
@@ -204,12 +203,10 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         if check is not None and (room.is_on_host or check.flag.is_cpu):
             check.read()  # the header has to wait for the flag in any case
             check = None
-        if parcel.facts is not offer.facts:
-            parcel.digest = digest({"call": Words(call), **offer.facts, "tensors": parcel.described})
-            parcel.facts = offer.facts
+        hashed = digest({"call": call, **offer.facts, "tensors": parcel.described})
         rows = offer.rows if offer.tensors is None else parcel.count
         travels = bool(tensors) and not offer.stays and parcel.is_on_host and room.is_on_host
-        words = 0 if check is None else check.flag, parcel.digest, rows, 0 if checksum is None else checksum.value
+        words = 0 if check is None else check.flag, hashed, rows, 0 if checksum is None else checksum.value
         # Reading a total may fail too, on the meta device or after a kernel that failed.
         header = _pack_header(words, offer.totals, room, ranks)
         if travels and parcel.needed <= room.size:
@@ -218,19 +215,17 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         if _is_shared(error, ranks, number):
             raise
         own_error, header = error, header_of_failure(error)
-    _gather_headers(call, ranks, header, room)
-    heads: list[list[int]] = room.heads.tolist()
-    if any(head[0] == _UNREAD for head in heads):
+    failed, digests, counts, checksums = _gather_headers(call, ranks, header, room)
+    if _UNREAD in failed:
         try:
             if own_error is None and check is not None:
                 check.read()
                 header[0] = 0
         except Exception as error:
             own_error, header = error, header_of_failure(error)
-        _gather_headers(call, ranks, header, room)
-        heads = room.heads.tolist()
-    _, first_digest, _, first_checksum = heads[0]
-    if any(head[0] or head[1] != first_digest or head[3] != first_checksum for head in heads):
+        failed, digests, counts, checksums = _gather_headers(call, ranks, header, room)
+    if any(failed) or len({*digests}) > 1 or len({*checksums}) > 1:
+        heads: list[list[int]] = room.heads.tolist()
         facts: dict[str, object] = {"call": Words(call)}
         if own_error is None:
             named = {name: Words(text) for name, text in zip(offer.names, parcel.described) if text is not None}
@@ -239,13 +234,12 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         joint = joint_error(call, group_ranks(ranks), heads, reports, checksum)
         joint.agreement = (id(ranks), number)
         raise joint from cause_of(own_error)
-    counts = tuple([head[2] for head in heads])
-    agreed = Agreement(offer.value, counts, room.totals.tolist(), tensors)
+    agreed = Agreement(offer.value, tuple(counts), room.totals.tolist(), tensors)
     most, needed = max(counts), 0
     if travels:
         needed = parcel.needed if most == parcel.count else parcel.bytes_of(most)
     if travels and needed <= room.size:
-        agreed.arrived = parcel.read(room, counts)
+        agreed.arrived = parcel.read(room, agreed.rows)
     room.adapt(needed)
     return agreed
 
@@ -351,14 +345,19 @@ def _pack_header(
     return torch.cat([on_device.get(slot, word) for slot, word in enumerate(header.split(1))]) if on_device else header
 
 
-def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> None:
-    """Gather the headers of all ranks into the room. The only place where the host waits for an accelerator."""
+def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> list[list[int]]:
+    """Gather the headers of all ranks into the room, and return each of their four words, a list over the ranks.
+
+    The only place where the host waits for an accelerator.
+    """
     if room.is_on_host:
         gather_flat(call, ranks, room.arrived, header, "the headers")
     else:
         arrived = torch.empty_like(room.arrived, device=header.device)
         gather_flat(call, ranks, arrived, header, "the headers")
         room.arrived.copy_(arrived)
+    words: list[list[int]] = room.heads.T.tolist()
+    return words
 
 
 def digest(facts: Mapping[str, object]) -> int:

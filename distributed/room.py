@@ -83,7 +83,7 @@ class Room:
     def parcel_of(self, call: str, tensors: Sequence[Tensor | None], group: ProcessGroup) -> Parcel:
         """Return the parcel of ``tensors`` in ``call``, or raise TypeError or ValueError if they cannot travel."""
         with_grad = torch.is_grad_enabled()
-        key = (call, *[_kind_of(tensor, with_grad) for tensor in tensors])
+        key = (call, *[None if tensor is None else _kind_of(tensor, with_grad) for tensor in tensors])
         parcel = self._parcels.get(key)
         if parcel is None:
             parcel = Parcel(tensors, group)
@@ -94,7 +94,7 @@ class Room:
         return parcel
 
 
-def _kind_of(tensor: Tensor | None, with_grad: bool) -> object:
+def _kind_of(tensor: Tensor, with_grad: bool) -> object:
     """Return the shape of ``tensor`` and all other properties that are checked."""
     if not isinstance(tensor, Tensor):
         return type(tensor)
@@ -110,7 +110,6 @@ class Parcel:
         described: the properties of each tensor that must be equal on all ranks.
         is_on_host: whether all tensors are on the host.
         needed: the bytes of the rows of this rank.
-        facts: the facts of the last call; ``digest`` is their hash.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
@@ -118,8 +117,6 @@ class Parcel:
         self.described = [*map(describe_rows, tensors)]
         self._kinds = [(tensor.dtype, tensor.shape[1:], row_bytes(tensor)) for tensor in tensors if tensor is not None]
         self.needed = self.bytes_of(self.count)
-        self.facts: object = None
-        self.digest = 0
         self._own_views: list[Tensor] | None = None
         self._counts: tuple[int, ...] | None = None
         self._views: list[tuple[Tensor, ...]] = []
@@ -132,8 +129,10 @@ class Parcel:
         """Copy ``tensors``, which are on the host, behind the header of this rank."""
         if self._own_views is None:
             self._own_views = self._views_of(room.sent, self.count)
-        for view, tensor in zip(self._own_views, [tensor for tensor in tensors if tensor is not None]):
-            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        views = iter(self._own_views)
+        for tensor in tensors:
+            if tensor is not None:
+                next(views).copy_(tensor.detach() if tensor.requires_grad else tensor)
 
     def read(self, room: Room, counts: tuple[int, ...]) -> list[Tensor]:
         """Return copies of the gathered tensors."""
@@ -141,7 +140,7 @@ class Parcel:
             blocks = room.arrived.chunk(len(counts))
             self._views = [*zip(*(self._views_of(block, count) for block, count in zip(blocks, counts)))]
             self._counts = counts
-        return [torch.cat(views) for views in self._views]
+        return [*map(torch.cat, self._views)]
 
     @torch.inference_mode(False)  # the views are kept for calls outside of it
     def _views_of(self, block: Tensor, count: int) -> list[Tensor]:

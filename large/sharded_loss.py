@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.exchange import Exchange, check_rows
 from ..distributed.group import gradient_scale
-from ..distributed.header import Offer, agree_on, refuse_in_backward
+from ..distributed.header import Offer, agree_on
 from ..distributed.torch_private import note_kind
 from ..errors import Words, expected
 from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
@@ -168,14 +168,13 @@ class ShardedLoss(nn.Module):
     def _agree(self, given: Given, group: ProcessGroup) -> tuple[Shard, Batch]:
         """Check the rows of this rank, exchange the headers, and return the shard and the checked rows."""
         loss = self.loss
-        refuse_in_backward(CALL)
 
         def bring() -> Offer[tuple[Pool, Batch]]:
             check_shardable(loss)
             rows = loss._check(given, group)
             check_rows(rows.tensors)
             pool = Pool(rows, weighting=loss.weighting)
-            facts = loss._facts({"loss": type(loss).__name__})
+            facts = {**loss._facts(), "loss": type(loss).__name__}
             totals = *totals_of(pool), rows.counts[0]
             return Offer((pool, rows), facts, 0, totals, None, rows.check, rows.tensors, TENSORS, True)
 

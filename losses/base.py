@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..distributed.gather import check_not_gathered
 from ..distributed.group import (
     SAME_REDUCTION,
     DataGroup,
@@ -22,7 +21,7 @@ from ..distributed.group import (
     check_gradient_reduction,
     is_initialized,
 )
-from ..distributed.header import Checksum, State, States
+from ..distributed.header import Checksum, State, States, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import check_count, check_temperature, expected
 from ..kernels import native
@@ -125,36 +124,27 @@ class DistributedLoss(nn.Module):
         return self.gather_distributed is False or (self.gather_distributed is None and not is_initialized())
 
     def _resolve_group(self) -> ProcessGroup | None:
-        """Return the group to communicate over, or None when the call is local."""
-        if torch.compiler.is_compiling() and self.fits_in_a_graph():
+        """Return the group to communicate over, None for a local call; RuntimeError while a backward pass runs."""
+        if torch.compiler.is_compiling() and self.fits_in_a_graph():  # the compiler cannot trace the question
             return None
+        refuse_in_backward(type(self).__name__)
         return self._data_group.resolve(self._gather_distributed, self.gradient_reduction)
-
-    def _check_not_gathered(self, group: ProcessGroup | None, **tensors: object) -> None:
-        """Raise ValueError when one of ``tensors`` already contains the rows of other ranks."""
-        if group is not None:
-            for name, tensor in tensors.items():
-                check_not_gathered(name, tensor, group)
 
     @property
     def _shown(self) -> tuple[str, ...]:
         """The names of the arguments that ``repr`` shows and the ranks compare."""
         return ()
 
-    def _text_of(self, name: str) -> str:
-        """Return the text of an argument; different values have different texts."""
-        return repr(getattr(self, name))
-
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
         return ", ".join(f"{name}={text}" for name, text in self._arguments().items())
 
     def _arguments(self) -> dict[str, str]:
-        """Return the texts of the arguments that the ranks compare."""
-        return {name: self._text_of(name) for name in self._shown}
+        """Return the texts of the arguments that the ranks compare; different values have different texts."""
+        return {name: repr(getattr(self, name)) for name in self._shown}
 
-    def _shared_facts(self) -> dict[str, object]:
-        """Return the facts of every loss that must be equal on all ranks."""
+    def _facts(self) -> dict[str, object]:
+        """Return the facts that must be equal on all ranks; a subclass adds its own."""
         return {
             "name": State(self.name, _SAME_ORDER),
             "arguments": States(self._arguments(), SAME_ARGUMENTS),
@@ -194,8 +184,8 @@ class CurrentTemperature(DistributedLoss, SavedState):
         is_automatic = self.temperature is None and last is not None
         return f"{text} (automatic, {last:.4g} in the last call)" if is_automatic else text
 
-    def _shared_facts(self) -> dict[str, object]:
-        facts = super()._shared_facts()
+    def _facts(self) -> dict[str, object]:
+        facts = super()._facts()
         if self.has_temperature:
             facts["temperature"] = State(self.temperature, SAME_TEMPERATURE)
         return facts
@@ -228,11 +218,6 @@ class _Position(State):
         return f"({', '.join(f'{name} {number}' for name, number in zip(names, self.value))})"  # type: ignore[call-overload]
 
 
-# For `HoldsQueue._facts`: the attributes that decide the facts, and the types whose values cannot change in place.
-_COMPARED = "name", "training", "gradient_reduction", "update_queue_in_eval", "queue_in_eval", "_num_draws"
-_FIXED = {bool, float, int, str, type(None), tuple, State}
-
-
 class HoldsQueue(CurrentTemperature):
     """Base of the losses with a memory queue.
 
@@ -248,8 +233,6 @@ class HoldsQueue(CurrentTemperature):
     queue_size: int
     update_queue_in_eval = queue_in_eval = False
     _num_draws = 0
-    # Of the last call: the values that decide the facts, their types, and the facts.
-    _last_facts: tuple[list[object], list[type], dict[str, object]] = [], [], {}
 
     def _make_embedding_queue(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
         """Make a queue of embeddings (queue_size, num_features), each with a label."""
@@ -274,31 +257,13 @@ class HoldsQueue(CurrentTemperature):
     def _checksum(self) -> Checksum | None:
         return Checksum(self.queue.checksum, "queue", SAME_QUEUE) if self.queue_size else None
 
-    def _state(self) -> dict[str, object]:
-        return {
-            **self._shared_facts(),
-            "enqueues rows": State(self._enqueues, _SAME_MODE),
-            "ranks queued rows": State(self._ranks_queue, _SAME_MODE),
-            "queue": _Position(self.queue.position, SAME_QUEUE),
-        }
-
-    def _facts(self, of_call: Mapping[str, object]) -> dict[str, object]:
-        """Return :meth:`_state` and ``of_call``.
-
-        If nothing has changed since the last call, it returns the same object, whose hash is known.
-        """
-        values = [getattr(self, name) for name in (*self._shown, *_COMPARED)]
-        values += [*self._surrounding_facts.values(), *of_call.values(), native.KERNELS]
-        values += [self.temperature] if self.has_temperature else []
-        types = [*map(type, values)]
-        last_values, last_types, facts = self._last_facts
-        # The types are compared because 1 == True. Values of other types, such as lists, may have changed in place, and
-        # tensors have no single answer.
-        if not _FIXED.issuperset(types) or types != last_types or values != last_values:
-            facts = {**self._state(), **of_call}
-            # Not setattr: that of nn.Module takes as long as an operator.
-            vars(self)["_last_facts"] = values, types, facts
-        return {**facts, "queue": _Position(self.queue.position, SAME_QUEUE)} if self.queue_size else facts
+    def _facts(self) -> dict[str, object]:
+        facts = super()._facts()
+        if self.queue_size:
+            facts["enqueues rows"] = State(self._enqueues, _SAME_MODE)
+            facts["ranks queued rows"] = State(self._ranks_queue, _SAME_MODE)
+            facts["queue"] = _Position(self.queue.position, SAME_QUEUE)
+        return facts
 
     def reset_queue(self) -> None:
         """Remove all queued rows. With several ranks, call it on every rank."""

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, describe_rows
-from ...distributed.gather import gather_after
-from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.gather import check_not_gathered, gather_after
+from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import Words, check_amount, check_positive, check_temperature, expected
 from ..arguments import completed
@@ -136,7 +136,6 @@ class PairLoss(ContrastiveLoss):
         for name, limit in (("logit_scale", math.log(self.max_logit_scale)), ("logit_bias", math.inf)):
             if (parameter := getattr(self, name)) is not None:
                 learned.append(Learned(name, parameter, hasattr(parameter, "full_tensor"), limit))
-        refuse_in_backward(call)
 
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             if self.logit_scale is None:
@@ -153,14 +152,14 @@ class PairLoss(ContrastiveLoss):
                 totals[:2] = (weight / unit).sum(), unit
             facts: dict[str, object] = {}
             if group is not None:
-                facts["queries"] = describe_rows(queries)
+                facts = {**self._facts(), "queries": describe_rows(queries)}
+                facts |= {} if sample_weight is None else {"sample_weight": True}
                 for item in learned:
                     facts[f"{item.name} is sharded"] = item.is_sharded
                     totals.append(0.0 if item.is_sharded else item.parameter.detach())
                 for side in further:
                     facts["negatives"] = describe_rows(side.own.rows)
                     facts |= {} if mask is None else {"mask of negatives": describe_rows(side.own.guide)}
-                facts = self._facts(facts if sample_weight is None else {**facts, "sample_weight": True})
             rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
             tensors = of_keys.own.rows, rows, of_keys.own.labels, of_keys.own.guide, guide
             count = len(of_keys.own.rows)
@@ -211,7 +210,7 @@ class PairLoss(ContrastiveLoss):
         group: ProcessGroup | None,
     ) -> list[Side]:
         """Return the queries, the keys, and the negatives if there are any, of this rank."""
-        self._check_not_gathered(group, **given, **({} if labels is None else {"labels": labels}))
+        check_not_gathered(group, **given, **({} if labels is None else {"labels": labels}))
         keys, negatives = given["keys"], given.get("negatives")
         if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
             fix = "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
@@ -237,7 +236,7 @@ class PairLoss(ContrastiveLoss):
                 check_like(name, rows, queries, "queries")
             guide = None
             if mask is not None:
-                self._check_not_gathered(group, mask=mask[place])
+                check_not_gathered(group, mask=mask[place])
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
                 if len(guide) != len(rows):
                     raise ValueError(expected(f"mask of {name}", f"{len(rows)} rows, as {name}", guide))

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange
-from ...distributed.gather import gather_after
-from ...distributed.header import Offer, agree_on, refuse_in_backward
+from ...distributed.gather import check_not_gathered, gather_after
+from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_int, check_temperature, check_tensor, expected
 from ...kernels.registration import check_not_batched
@@ -145,15 +145,14 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             sample_weight: (N,) >= 0, of the rows as queries in the mean or the sum, on every rank or on none.
         """
         call, group = type(self).__name__, self._resolve_group()
-        refuse_in_backward(call)
 
         def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
-            self._check_not_gathered(group, embeddings=embeddings, labels=labels)
+            check_not_gathered(group, embeddings=embeddings, labels=labels)
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
             rows, targets = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
             weight, check = weight_of_rows(sample_weight, rows, "embeddings", self.validate_args)
-            facts, tensors = {} if group is None else self._facts({}), (rows, targets, weight)
+            facts, tensors = {} if group is None else self._facts(), (rows, targets, weight)
             return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
 
         agreed, split = agree_on(call, group, bring), None

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, describe_rows
-from ...distributed.gather import gather_after
-from ...distributed.header import DeviceCheck, Offer, agree_on, refuse_in_backward
+from ...distributed.gather import check_not_gathered, gather_after
+from ...distributed.header import DeviceCheck, Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import check_temperature, expected
 from ..arguments import completed
@@ -99,7 +99,6 @@ class SupConLoss(ContrastiveLoss):
                 ``class_weight[labels]``. Every row stays a candidate of the others.
         """
         call, group = type(self).__name__, self._resolve_group()
-        refuse_in_backward(call)
 
         def bring() -> Offer[list[Side]]:
             check_temperature(self.temperature)
@@ -112,7 +111,7 @@ class SupConLoss(ContrastiveLoss):
                 check_like("reference", parts[1].rows, own.rows, "embeddings")
                 rows, of_call = None, {"reference": describe_rows(parts[1].rows)}
             sides = [Side(part, torch.is_grad_enabled() and part.rows.requires_grad, part) for part in parts]
-            facts = {} if group is None else self._facts(of_call)
+            facts = {} if group is None else {**self._facts(), **of_call}
             totals, tensors = [float(len(parts[-1].rows))], (rows, own.labels, own.weight)
             return Offer(sides, facts, len(own.rows), totals, self._checksum, check, tensors, TENSORS)
 
@@ -148,7 +147,7 @@ class SupConLoss(ContrastiveLoss):
         self, name: str, rows: Tensor, labels: Tensor, sample_weight: Tensor | None, group: ProcessGroup | None
     ) -> tuple[Columns, DeviceCheck | None]:
         """Return the checked rows, one for each view, without those that are ignored, and the check of the weights."""
-        self._check_not_gathered(group, **{name: rows}, labels=labels)
+        check_not_gathered(group, **{name: rows}, labels=labels)
         has_views = isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 and rows.shape[1] > 0
         if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim > 3:
             fix = f"Use {name}.flatten(2) if dim 1 is views, else {name}.flatten(1)."

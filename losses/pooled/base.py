@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ...distributed.gather import gather_agreed
-from ...distributed.group import UNDO, header_device
-from ...distributed.header import Offer, State, refuse_in_backward
+from ...distributed.gather import check_not_gathered, gather_agreed
+from ...distributed.group import UNDO, backend_by_device
+from ...distributed.header import Offer, State
 from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, expected
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows
@@ -234,23 +234,19 @@ class RankingLoss(HoldsQueue):
         If the checks fail on one rank, every rank raises.
         """
         call, group = type(self).__name__, self._resolve_group()
-        if not torch.compiler.is_compiling():
-            refuse_in_backward(call)
         if group is None:
             return self._check(given, None), None
 
-        def bring() -> Offer[None]:
+        def bring() -> Offer[TargetRule]:
             live = self._check(given, group)
-            facts, checksum = self._facts({}), self._checksum
-            return Offer(None, facts, 0, live.counts, checksum, live.check, live.tensors, TENSORS)
+            return Offer(live.rule, self._facts(), 0, live.counts, self._checksum, live.check, live.tensors, TENSORS)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-        return Batch.of_all(agreed.tensors, agreed.totals, self._rule), agreed.rows
+        return Batch.of_all(agreed.tensors, agreed.totals, agreed.value), agreed.rows
 
     def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
         """Return the rows of this rank, checked."""
-        if group is not None:
-            self._check_not_gathered(group, logits=given.logits, targets=given.targets)
+        check_not_gathered(group, logits=given.logits, targets=given.targets)
         self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
@@ -267,7 +263,7 @@ class RankingLoss(HoldsQueue):
             stored=stored,
             weight_dtype=torch.float32 if group is None else torch.float64,
             # On an accelerator the header brings what the checks find: the host waits for both at once.
-            defers=group is not None and header_device(group).type != "cpu",
+            defers=group is not None and "cpu" not in backend_by_device(group),
         )
 
     def _check_settings(self) -> None:
@@ -331,8 +327,8 @@ class RankingLoss(HoldsQueue):
     def _rule(self) -> TargetRule:
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
-    def _state(self) -> dict[str, object]:
-        return {**super()._state(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
+    def _facts(self) -> dict[str, object]:
+        return {**super()._facts(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
 
     def _saved(self) -> dict[str, Tensor]:
         draws = self._num_draws or self.max_pool_size is not None

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...distributed.exchange import check_rows
-from ...distributed.gather import gather_agreed
-from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
+from ...distributed.gather import check_not_gathered, gather_agreed
+from ...distributed.header import DeviceCheck, Offer, agree_on, combined
 from ...distributed.torch_private import not_compiled, note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, check_tensor, expected
 from ...kernels import native
@@ -131,17 +131,16 @@ class NDCGLoss(CurrentTemperature):
                 the sum over the queries. No effect with ``reduction="none"``.
         """
         call, group = type(self).__name__, self._resolve_group()
-        refuse_in_backward(call)
 
         def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
-            self._check_not_gathered(group, logits=logits, relevance=relevance)
+            check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
             rows = self._checked(logits, relevance, indexes)
             weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
             check = combined([self._relevance_check(rows[1]), of_weight])
             tensors = *rows, weight
             names = "logits", "relevance", "indexes", "sample_weight"
-            return Offer(tensors, self._shared_facts(), check=check, tensors=tensors, names=names)
+            return Offer(tensors, self._facts(), check=check, tensors=tensors, names=names)
 
         if group is None:
             agreed = agree_on(call, None, bring)

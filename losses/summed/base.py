@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ...distributed.gather import gather_agreed
+from ...distributed.gather import check_not_gathered, gather_agreed
 from ...distributed.global_mean import local_mean, mean_agreed, part_of_mean
-from ...distributed.header import DeviceCheck, Offer, agree_on, combined, refuse_in_backward
+from ...distributed.header import DeviceCheck, Offer, agree_on, combined
 from ...distributed.torch_private import note_kind
 from ...errors import check_tensor, expected
 from ..arguments import completed
@@ -56,8 +56,6 @@ class SummedLoss(DistributedLoss):
             sample_weight: >= 0, weight of each element; None for all 1.
         """
         call = type(self).__name__
-        if not torch.compiler.is_compiling():  # the compiler cannot trace the question
-            refuse_in_backward(call)
         group = self._resolve_group()
         if self._is_balanced:
             return self._noted(self._balanced(group, inputs, targets, sample_weight))
@@ -67,9 +65,9 @@ class SummedLoss(DistributedLoss):
 
         def bring() -> Offer[Tensor]:
             if self.reduction == "sum":  # a mean is right for gathered rows too: both its sums are W times as large
-                self._check_not_gathered(group, inputs=inputs, targets=targets)
+                check_not_gathered(group, inputs=inputs, targets=targets)
             elements.append(self.elements(inputs, targets, sample_weight))
-            facts = self._facts(inputs, sample_weight)
+            facts = self._facts_of(inputs, sample_weight)
             values, divisor, unit, check = elements[0]
             if unit is None:
                 return part_of_mean(values.sum(), divisor, facts, check)
@@ -87,11 +85,10 @@ class SummedLoss(DistributedLoss):
         """Return the mean with balanced weights, for which each rank needs the sums of each class over all ranks."""
 
         def bring() -> Offer[Tensor]:
-            if group is not None:
-                self._check_not_gathered(group, inputs=inputs, targets=targets)
+            check_not_gathered(group, inputs=inputs, targets=targets)
             losses, masses, unit, check = self.class_sums(inputs, targets, sample_weight)
             sums = torch.stack([losses.double(), masses])[None] * (1.0 if unit is None else unit.double())
-            facts = self._facts(inputs, sample_weight)
+            facts = self._facts_of(inputs, sample_weight)
             return Offer(sums, facts, check=check, tensors=(sums,), names=("sums of classes",))
 
         name = type(self).__name__
@@ -109,11 +106,11 @@ class SummedLoss(DistributedLoss):
         mean = mean.to(compute_dtype(inputs.dtype))
         return mean if group is None else note_kind(mean, over_ranks=True)
 
-    def _facts(self, inputs: Tensor, sample_weight: Tensor | None) -> dict[str, object]:
-        """Return what must be equal on every rank."""
+    def _facts_of(self, inputs: Tensor, sample_weight: Tensor | None) -> dict[str, object]:
+        """Return the facts of a call that must be equal on all ranks."""
         dtype = str(inputs.dtype).removeprefix("torch.")
         given = {} if sample_weight is None else {"sample_weight": True}
-        return {**self._shared_facts(), "inputs": dtype, "classes": inputs.shape[1:2], **given}
+        return {**self._facts(), "inputs": dtype, "classes": inputs.shape[1:2], **given}
 
     def _noted(self, loss: Tensor) -> Tensor:
         """Return ``loss``, marked as a mean if it is one; balanced weights are those of a pool."""

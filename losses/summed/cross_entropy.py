@@ -60,6 +60,9 @@ class TorchLikeLoss(SummedLoss):
             self.register_buffer(name, weight)
         self._texts: dict[str, tuple[Tensor, int, str]] = {}  # of a weight: the tensor, its version, the text
 
+    def _arguments(self) -> dict[str, str]:
+        return {name: self._text_of(name) for name in self._shown}
+
     def _text_of(self, name: str) -> str:
         weight = getattr(self, name)
         if not isinstance(weight, Tensor):
