@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -42,7 +43,7 @@ from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError,
 from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, errors_naming, gather_flat, is_staged
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
-from .torch_private import backward_is_running, func_transforms_are_active, has_tangent, outside_func_transforms
+from .torch_private import backward_is_running, func_transforms_are_active, outside_func_transforms
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -312,6 +313,11 @@ def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     finally:
         _STAND_IN.reset(token)
     return value, results[0] if results else second()
+
+
+def has_tangent(*values: object) -> bool:
+    """Return True if one of ``values`` is a dual tensor of forward-mode differentiation."""
+    return True in [isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None for v in values]
 
 
 def _refuse_transforms() -> NoReturn:

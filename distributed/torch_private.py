@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -51,7 +49,6 @@ def collectives_by_group() -> dict[ProcessGroup, int]:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TAKES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # from torch 2.7 on
 _EAGER = "it communicates or keeps state between calls, so it runs eagerly. Compile without fullgraph=True"
 
 
@@ -74,7 +71,7 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
             if disabled is None:
                 if "torch._dynamo" not in sys.modules:
                     return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function, **({"reason": reason} if _TAKES_REASON else {}))
+                disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
@@ -90,13 +87,6 @@ func_transforms_are_active: Callable[[], bool]
 func_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 outside_func_transforms: Callable[[], AbstractContextManager[object]]
 outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
-
-
-def has_tangent(*values: object) -> bool:
-    """Return True if one of ``values`` is a dual tensor of forward-mode differentiation."""
-    if getattr(forward_ad, "_current_level", 0) < 0:
-        return False
-    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
 
 
 def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:

@@ -33,8 +33,7 @@ T = TypeVar("T")
 Outputs = tuple[Tensor, ...]
 
 # The operators read values, so CUDA graphs cannot capture them. The tag makes the compiler split its graph around them.
-_has_tags = "tags" in inspect.signature(torch.library.custom_op).parameters and hasattr(torch.Tag, "cudagraph_unsafe")
-OPAQUE: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if _has_tags else {}
+OPAQUE: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)}
 
 _FORWARD_MODE = (
     "a ranking loss: expected reverse-mode differentiation, got forward mode. Use backward(), torch.autograd.grad, "
@@ -235,17 +234,13 @@ def full_products() -> Iterator[None]:
     global _calls
     with _lock:
         if _calls == 0:
-            backends: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-            backends = tuple(backend for backend in backends if hasattr(backend, "fp32_precision"))  # from torch 2.9 on
-            if backends:
-                _before[:] = [
-                    (backend, backend.fp32_precision) for backend in backends if backend.fp32_precision not in _FULL
-                ]
-                for backend, _ in _before:
-                    backend.fp32_precision = "ieee"
-            else:
-                _before[:] = [(None, torch.get_float32_matmul_precision())]
-                torch.set_float32_matmul_precision("highest")
+            backends: tuple[Any, ...] = (
+                torch.backends.cuda.matmul,
+                torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]  # it replaces its module by an object
+            )
+            _before[:] = [(one, one.fp32_precision) for one in backends if one.fp32_precision not in _FULL]
+            for backend, _ in _before:
+                backend.fp32_precision = "ieee"
         _calls += 1
     try:
         yield
@@ -253,9 +248,6 @@ def full_products() -> Iterator[None]:
         with _lock:
             _calls -= 1
             for backend, value in _before if _calls == 0 else []:
-                if backend is None:
-                    torch.set_float32_matmul_precision(value)
-                    continue
                 # "none" inherits from torch.backends.fp32_precision, which may have been the origin of the value.
                 backend.fp32_precision = "none"
                 if backend.fp32_precision != value:

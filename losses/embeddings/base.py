@@ -19,8 +19,8 @@ from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange
 from ...distributed.group import gradient_scale
-from ...distributed.header import each_or_raise
-from ...distributed.torch_private import func_transforms_are_active, has_tangent, note_kind
+from ...distributed.header import each_or_raise, has_tangent
+from ...distributed.torch_private import func_transforms_are_active, note_kind
 from ...errors import RankRuntimeError, Words, expected
 from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
