@@ -126,5 +126,5 @@ def global_mean(
 
     resolved = resolve_group(group) if group is not None or is_initialized() else None
     if resolved is None or alone(resolved, gradient_reduction):
-        return note_kind(local_mean(total, bring().totals[1]))
-    return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction))
+        return note_kind(local_mean(total, bring().totals[1]), mean=True)
+    return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction), mean=True)

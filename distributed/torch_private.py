@@ -99,17 +99,17 @@ _SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
 _SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
-def note_kind(loss: Tensor, *, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
-    """Note in the graph of ``loss`` that it is a mean, for :func:`is_mean`, and return it.
+def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
+    """Note in the graph of ``loss`` what it is, and return it.
 
-    With ``over_ranks`` the note says instead that it is over the rows of several ranks, for :func:`is_over_ranks`; with
-    ``of_pool`` also that it compares its rows, for :func:`is_of_pool`.
+    A ``mean``, for :func:`is_mean`; ``over_ranks``, of the rows of several ranks, for :func:`is_over_ranks`;
+    ``of_pool``, if it compares its rows, for :func:`is_of_pool`.
     """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:
-        node.metadata[_OVER_RANKS if over_ranks else _MEAN] = True
-        if of_pool:
-            node.metadata[_OF_POOL] = True
+        for note, holds in ((_MEAN, mean), (_OVER_RANKS, over_ranks), (_OF_POOL, of_pool)):
+            if holds:
+                node.metadata[note] = True
     return loss
 
 

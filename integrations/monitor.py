@@ -11,8 +11,8 @@ from ..errors import warn
 from ..losses import LossWarmupWrapper
 from ..losses.base import CurrentTemperature, HoldsQueue
 from ..losses.embeddings.pairs import PairLoss
+from ..losses.hints import accumulation_hint
 from ..losses.pooled.base import RankingLoss
-from ..losses.pooled.hints import accumulation_hint
 from ..losses.pooled.pool import PoolCounts
 
 

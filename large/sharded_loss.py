@@ -22,11 +22,9 @@ from torch.distributed import ProcessGroup
 from ..distributed.exchange import Exchange, check_rows
 from ..distributed.group import gradient_scale
 from ..distributed.header import Offer, agree_on
-from ..distributed.torch_private import note_kind
 from ..errors import Words, expected
 from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
 from ..losses.base import compiled_where_local
-from ..losses.pooled.base import Given
 from ..losses.pooled.pool import LossWithClasses, PerClass, Pool, reduce_values
 from ..losses.rows import TENSORS, Batch
 from .shard import Shard, spread_over_shards, totals_of
@@ -139,7 +137,7 @@ class ShardedLoss(nn.Module):
         if group is None:
             check_shardable(self.loss)
         else:
-            shard, rows = self._agree(Given(logits, targets, iid_mask, sample_weight), group)
+            shard, rows = self._agree(Batch(logits, targets, iid_mask, sample_weight), group)
             per_class = self._sum_over_ranks(shard)
         if shard is None or per_class is None:
             gathered: Any = self.loss(logits, targets, iid_mask, return_per_class, sample_weight=sample_weight)
@@ -165,7 +163,7 @@ class ShardedLoss(nn.Module):
 
     # The steps. Only they and `forward` use private attributes of the loss.
 
-    def _agree(self, given: Given, group: ProcessGroup) -> tuple[Shard, Batch]:
+    def _agree(self, given: Batch, group: ProcessGroup) -> tuple[Shard, Batch]:
         """Check the rows of this rank, exchange the headers, and return the shard and the checked rows."""
         loss = self.loss
 
@@ -213,12 +211,12 @@ class ShardedLoss(nn.Module):
         loss, pool = self.loss, shard.pool
         if loss.training and loss.pool_counts is not None:
             loss.pool_counts.add(sum(shard.positives) / loss.num_classes, per_class)
-        if loss.training and loss.validate_args and loss._hints.count_call(pool):
-            # Without this rank's rows and gradient. A hint about them would be given on some ranks only, and where
-            # warnings are errors it would stop only these ranks.
-            pool, rows = pool.with_scores(pool.scores.detach()), rows.take(rows.targets.new_zeros(0).long())
-            loss._hints.observe(loss._setting(shard.num_rows), rows, pool, per_class)
-        return note_kind(reduce_values(per_class, loss.reduction, pool.scores.dtype), over_ranks=True)
+        if loss.training and loss.validate_args and loss._hints.should_observe():
+            # Without this rank's rows. A hint about them would be given on some ranks only, and where warnings are
+            # errors it would stop only these ranks.
+            rows = rows.take(rows.targets.new_zeros(0).long())
+            loss._hints.observe(loss._setting(shard.num_rows), rows, per_class.valid)
+        return reduce_values(per_class, loss.reduction, pool.scores.dtype, over_ranks=True)
 
 
 def check_shardable(loss: Any) -> Any:

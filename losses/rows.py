@@ -40,7 +40,10 @@ class TargetRule(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Checked rows: targets as int64 indices (0 and 1 in binary mode) or multi-hot codes, weights unscaled."""
+    """Rows of a ranking loss, with what is known about them once :func:`check_batch` has checked them.
+
+    Checked targets are int64 indices (0 and 1 in binary mode) or multi-hot codes. Weights are as they were given.
+    """
 
     logits: Tensor  # [N, C]
     targets: Tensor  # [N] or [N, C]
@@ -62,7 +65,7 @@ class Batch(NamedTuple):
 
     @property
     def counts(self) -> tuple[float | Tensor, ...]:
-        """The numbers that :meth:`of_all` adds over the ranks: ignored (or any number > 0), positive, stored rows.
+        """What :meth:`of_all` adds over the ranks: the rows ignored, or 1 if unknown but not 0; positive; stored.
 
         NaN where the host does not know. The number of positives counts only where no row is ignored.
         """
@@ -77,11 +80,12 @@ class Batch(NamedTuple):
     @staticmethod
     def of_all(tensors: Sequence[Any], counts: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
         """Return the rows of all ranks, from the gathered tensors and the :attr:`counts` of each rank."""
-        incomplete, *sums = map(sum, [*zip(*counts)][:3])
-        positive, stored = (None if number != number else int(number) for number in sums)
+        ignored, positive, stored, *_ = map(sum, zip(*counts))
+        # A number that a rank does not know is NaN. Without rows several classes add up to 0 positives too.
+        has_number = ignored == 0 and rule.num_classes == 1 and positive == positive
+        num_positive, num_stored = int(positive) if has_number else None, int(stored) if stored == stored else None
         logits, targets, iid_mask, weight, indexes = tensors
-        has_number = not incomplete and rule.num_classes == 1  # without rows several classes add up to 0 too
-        known = incomplete == 0, positive if has_number else None, stored
+        known = ignored == 0, num_positive, num_stored
         return Batch(logits, targets, iid_mask, weight, indexes, *known, True, rule)
 
     def take(self, index: Tensor) -> Batch:
@@ -94,19 +98,15 @@ TENSORS = Batch._fields[:5]  # the names of the row-aligned tensors
 
 
 def check_batch(
-    logits: Tensor,
-    targets: Tensor,
-    iid_mask: Tensor | None,
-    sample_weight: Tensor | None,
+    given: Batch,
     rule: TargetRule,
     *,
-    indexes: Tensor | None = None,
     validate_args: bool = True,
     stored: Callable[[Tensor, Tensor], Tensor] | None = None,
     weight_dtype: torch.dtype = torch.float32,
     defers: bool = False,
 ) -> Batch:
-    """Return the checked rows, or raise TypeError or ValueError.
+    """Return the rows that the caller passed as ``given``, checked, or raise TypeError or ValueError.
 
     The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
     cost one wait, and targets another. The latter also brings two numbers to the host that a later step needs: the
@@ -115,9 +115,10 @@ def check_batch(
 
     The weights are at least in ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
     """
+    logits, targets, iid_mask, sample_weight, indexes = tensors = given[:5]
     check_tensor("logits", logits)
     check_tensor("targets", targets)
-    check_not_batched(logits, targets, iid_mask, sample_weight, indexes)
+    check_not_batched(*tensors)
     validate_args = validate_args and has_values(logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw scores."))
@@ -244,9 +245,9 @@ def _check_targets(
 
 
 def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:
-    """Return numbers of ``targets``, float64, whose sum is N if and only if all of them are valid.
+    """Count ``targets`` by kind, in float64. If the counts add up to N, every target is valid.
 
-    The first is that of the ignored ones, the second that of the valid ones, or of a single class that of the ones.
+    The first counts the ignored ones, the second the valid ones, or of a single class the ones.
     ``targets`` is the int64 form of ``raw``.
     """
     if rule.num_classes == 1 and rule.ignore_index not in (0, 1):

@@ -108,7 +108,7 @@ class RankingMetric(GatheredMetric):
         logits = _value_or_alias("logits", logits, "preds", preds)
         targets = _value_or_alias("targets", targets, "target", target)
         try:
-            batch = check_batch(logits, targets, None, sample_weight, self._rule, weight_dtype=torch.float64)
+            batch = check_batch(Batch(logits, targets, None, sample_weight), self._rule, weight_dtype=torch.float64)
         except (TypeError, ValueError) as error:  # with the names that the caller used
             message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None

@@ -25,7 +25,7 @@ from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.node_tables import beyond_reach
 from fullrank.losses import SigmoidFocalLoss, SmoothAPLoss, smooth_ap
-from fullrank.losses.rows import TargetRule, _has_float64, check_batch
+from fullrank.losses.rows import Batch, TargetRule, _has_float64, check_batch
 
 ROWS = torch.arange(6.0)
 
@@ -234,7 +234,7 @@ def test_a_check_that_waits_for_the_header_finds_what_the_host_does(ignored: int
             rows = torch.zeros(len(targets), classes).to(device), torch.tensor(targets).to(device)
 
             def check(rows: Any = rows, defers: bool = defers) -> None:
-                batch = check_batch(*rows, None, None, TargetRule(classes, ignored), defers=defers)
+                batch = check_batch(Batch(*rows), TargetRule(classes, ignored), defers=defers)
                 if batch.check is not None:
                     batch.check.read()
 

@@ -241,7 +241,7 @@ class CombinedLoss(LossOfParts):
         self.parts = {name: values[name].detach() for name in self.losses}
         first, *others = (weight * values[name] for name, weight in self._weights.items())
         total = sum(others, start=first)
-        return note_kind(total) if any(map(is_mean, values.values())) else total
+        return note_kind(total, mean=True) if any(map(is_mean, values.values())) else total
 
     def on_train_epoch_start(self, epoch: int) -> None:
         """Pass the epoch to the parts that have a schedule."""

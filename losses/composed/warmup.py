@@ -248,7 +248,7 @@ class LossWarmupWrapper(LossOfParts):
         first = main[0] if isinstance(main, tuple) else main
         blended = (1 - weight) * warmup + weight * first
         if is_mean(warmup) or is_mean(first):
-            note_kind(blended)
+            note_kind(blended, mean=True)
         if isinstance(main, tuple):
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
         return blended

@@ -26,10 +26,15 @@ from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
-from ..pooled.hints import Hints
+from ..hints import Empty, Hints
 from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
 
 T = TypeVar("T")
+NO_PAIR = Empty(
+    "no row had another one of its label",
+    "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
+    "queue_size so that past rows stay in the pool.",
+)
 FEWEST_ANCHORS = 64  # in a block: with fewer, the products are too thin to be fast, and the blocks too many
 
 
@@ -149,7 +154,7 @@ class ContrastiveLoss(HoldsQueue):
                     gradients.append(slope.to(item.parameter).reshape(item.parameter.shape))
         if with_grad:
             value = with_gradients(type(self).__name__, value, gradients, *inputs)
-        return note_kind(value, over_ranks=exchange is not None, of_pool=True), others
+        return note_kind(value, mean=True, over_ranks=exchange is not None, of_pool=True), others
 
 
 class Learned(NamedTuple):

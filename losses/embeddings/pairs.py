@@ -195,7 +195,7 @@ class PairLoss(ContrastiveLoss):
         if has_values(loss):
             if self._enqueues:
                 self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels)
-            if self.validate_args and self.training and self._hints.count_call() and group is not None:
+            if self.validate_args and self.training and self._hints.should_observe() and group is not None:
                 self._hints.observe_ranks(agreed.rows, [of_keys.live.rows, of_queries.live.rows])
         return loss
 

@@ -21,12 +21,14 @@ from ...kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
-from ..pooled.hints import NO_RANKING, Hints
+from ..hints import Hints
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_values
 from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
+from .base import NO_PAIR
 from .retrieval_queries import Split, SplitQueries, queries
 
 TENSORS = "embeddings", "labels", "sample_weight"  # the row-aligned arguments
+NO_RANKING = NO_PAIR._replace(what="no row had both another one of its label and one of another label")
 SPREAD_MULTIPLE = 0.1  # of the spread of the similarities: the automatic temperature
 FEWEST_SPLIT = 256  # rows of all ranks: with fewer, computing all queries on each rank is faster than an exchange
 
@@ -168,7 +170,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             self._last_temperature = temperature
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
-            if self.validate_args and self.training and self._hints.count_call():
+            if self.validate_args and self.training and self._hints.should_observe():
                 self._hints.observe_valid(valid, NO_RANKING)
                 if group is not None:
                     self._hints.observe_ranks(agreed.rows, rows)

@@ -18,9 +18,8 @@ from ...distributed.torch_private import not_compiled
 from ...errors import check_temperature, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
-from ..pooled.hints import NO_PAIR
 from ..rows import check_values, weight_of_rows, weight_unit
-from .base import Columns, ContrastiveLoss, Side, check_like, joined, lowest, softmax_, softplus, sum_of_blocks
+from .base import NO_PAIR, Columns, ContrastiveLoss, Side, check_like, joined, lowest, softmax_, softplus, sum_of_blocks
 from .retrieval import TENSORS, checked_labels
 
 
@@ -134,7 +133,7 @@ class SupConLoss(ContrastiveLoss):
         loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
             self.queue.enqueue(*sides[-1].candidates[:2])
-        if self.validate_args and self.training and self._hints.count_call():
+        if self.validate_args and self.training and self._hints.should_observe():
             self._hints.observe_valid(has_pair, NO_PAIR)
             if group is not None and not others:
                 self._hints.observe_ranks(agreed.rows, anchors.live)

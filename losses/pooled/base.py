@@ -11,7 +11,7 @@ All of them make the same step, ``RankingLoss._step``::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from typing_extensions import Unpack
 from ...distributed.gather import check_not_gathered, gather_agreed
 from ...distributed.group import UNDO, backend_by_device
 from ...distributed.header import Offer, State
-from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_count, check_int, check_temperature, expected
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows
 from ...queues.saved_state import as_saved, from_saved
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
+from ..hints import Empty, Hints, Setting
 from ..rows import TENSORS, Batch, TargetRule, check_batch, compute_dtype, has_values
-from .hints import NO_QUERY, Hints, Setting
 from .pool import (
     REDUCTIONS,
     WEIGHTINGS,
@@ -44,6 +43,12 @@ from .pool import (
 )
 
 _SEED = 0x66756C6C  # with the number of the draw it determines which rows are drawn
+_FEWEST = 10  # rows above a threshold. In benchmarks/own_metric.py a band of 5 lowered the metric, one of 13 did not.
+NO_QUERY = Empty(
+    "no query had both a positive and a negative",
+    "Keep the rows of a query in one batch, such as with fullrank.data.MPerClassSampler(indexes, m, batch_size), or "
+    "use larger batches.",
+)
 
 
 class PoolOptions(GroupOptions, total=False):
@@ -53,16 +58,6 @@ class PoolOptions(GroupOptions, total=False):
     queue_in_eval: bool
     multi_hot: bool
     weighting: Weighting
-
-
-class Given(NamedTuple):
-    """The rows of this rank as the caller passed them, not yet checked."""
-
-    logits: Tensor
-    targets: Tensor
-    iid_mask: Tensor | None = None
-    sample_weight: Tensor | None = None
-    indexes: Tensor | None = None
 
 
 @completed(local_pool)
@@ -192,8 +187,8 @@ class RankingLoss(HoldsQueue):
                 ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No
                 queue is used.
         """
-        rows = Given(logits, targets, iid_mask, sample_weight, indexes)
-        loss, per_class = self._step(rows, self.compute_per_class)
+        given = Batch(logits, targets, iid_mask, sample_weight, indexes)
+        loss, per_class = self._step(given, self.compute_per_class)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -207,28 +202,28 @@ class RankingLoss(HoldsQueue):
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
 
-    def _step(self, given: Given, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
+    def _step(self, given: Batch, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
         live, counts = self._check_and_gather(given)
-        pool = self._make_pool(live)
+        pool, has_queries = self._make_pool(live), live.indexes is not None
         is_hinted = self.validate_args and self.training and has_values(live.logits)
-        of_queries = live.indexes is not None
-        is_observed = is_hinted and self._hints.count_call(None if of_queries else pool, per_query=of_queries)
+        is_observed = is_hinted and self._hints.should_observe(per_query=has_queries)
+        if is_observed and self._hints.looks_for_all and not has_queries:
+            _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
         is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
         if is_observed and counts is not None:
             self._hints.observe_ranks(counts, live.tensors)
-        if is_observed and of_queries:
+        if is_observed and has_queries:
             self._hints.observe_valid(per_class.valid, NO_QUERY)
         elif is_observed:
-            setting = self._setting(pool.rows.logits.shape[0])
-            self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, pool, per_class)
+            self._observe(live, pool, per_class, is_full)
         return loss, per_class
 
     # The steps of a call, in the order in which they run.
 
-    def _check_and_gather(self, given: Given) -> tuple[Batch, Sequence[int] | None]:
+    def _check_and_gather(self, given: Batch) -> tuple[Batch, Sequence[int] | None]:
         """Return the checked rows of all ranks and how many each brought, None without a group.
 
         If the checks fail on one rank, every rank raises.
@@ -244,9 +239,10 @@ class RankingLoss(HoldsQueue):
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         return Batch.of_all(agreed.tensors, agreed.totals, agreed.value), agreed.rows
 
-    def _check(self, given: Given, group: ProcessGroup | None) -> Batch:
+    def _check(self, given: Batch, group: ProcessGroup | None) -> Batch:
         """Return the rows of this rank, checked."""
-        check_not_gathered(group, logits=given.logits, targets=given.targets)
+        if group is not None:
+            check_not_gathered(group, logits=given.logits, targets=given.targets)
         self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
@@ -256,9 +252,8 @@ class RankingLoss(HoldsQueue):
             raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
         stored = self.queue.wanted if self.queue_size and self._enqueues else None
         return check_batch(
-            *given[:4],
+            given,
             self._rule,
-            indexes=indexes,
             validate_args=self.validate_args,
             stored=stored,
             weight_dtype=torch.float32 if group is None else torch.float64,
@@ -311,12 +306,23 @@ class RankingLoss(HoldsQueue):
 
     def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
         """Return the loss over the valid classes. Enqueue the live rows, and count for loggers."""
-        loss = reduce_values(per_class, self.reduction, compute_dtype(live.logits.dtype), of_pool=live.indexes is None)
+        dtype, has_queries = compute_dtype(live.logits.dtype), live.indexes is not None
+        loss = reduce_values(per_class, self.reduction, dtype, of_pool=not has_queries, over_ranks=live.over_ranks)
         if self.pool_counts is not None and self.training and has_values(live.logits):
             self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
-        if self.queue_size and self._enqueues and live.indexes is None and not live.logits.is_meta:
+        if self.queue_size and self._enqueues and not has_queries and not live.logits.is_meta:
             self.queue.enqueue(*live[:4], num_stored=live.num_stored)
-        return note_kind(loss, over_ranks=True) if live.over_ranks else loss
+        return loss
+
+    def _observe(self, live: Batch, pool: Pool, per_class: PerClass, is_full: bool) -> None:
+        """Look for hints about a pool; ``is_full`` says whether its queue was, if there is one."""
+        setting = self._setting(pool.rows.logits.shape[0])
+        self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, per_class.valid)
+        if self._hints.looks_for_all and setting.temperature is not None:
+            positive = pool.positive if pool.live is None else pool.positive & pool.live
+            if pool.weight is not None:
+                positive = positive & (pool.weight > 0)
+            self._hints.watch_positives(pool.scores, positive, *per_class, setting.temperature)
 
     def _setting(self, num_rows: int) -> Setting:
         return Setting(self.temperature if self.has_temperature else None, None)
@@ -367,6 +373,18 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
         weight,
         complete=live.complete and not live.rule.multi_hot,  # a row whose target is ignored never enters the queue
         rule=live.rule,
+    )
+
+
+def few_rows(argument: str, share: float, num_rows: int) -> str | None:
+    """Return the hint for a hard threshold, if the share ``argument`` of a pool is too few rows; otherwise None."""
+    if num_rows * share >= _FEWEST:
+        return None
+    return (
+        f"{argument}={share:g} is {num_rows * share:.2g} of the {num_rows} rows of the pool, and so few make a "
+        f"threshold that moves from batch to batch. Make the pool at least {_FEWEST}/{argument} = "
+        f"{_FEWEST / share:.0f} rows, by larger batches or queue_size, raise {argument}, or use surrogate='dro', "
+        "which has no threshold."
     )
 
 

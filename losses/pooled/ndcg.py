@@ -23,6 +23,7 @@ from ...kernels.spread import spread_of
 from ...kernels.torch_private import is_followed
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
+from ..hints import Empty, Hints
 from ..rows import (
     check_device,
     check_values,
@@ -34,11 +35,15 @@ from ..rows import (
     query_weight,
     weight_of_rows,
 )
-from .hints import NO_GRADES, Hints
+from .base import NO_QUERY
 from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
 from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
+NO_GRADES = Empty(
+    "no query had rows of different relevance, of which one is above 0",
+    f"{NO_QUERY.fix} If no row has a relevance above 0, look at the targets.",
+)
 MOST_GRADES = 4096  # whole numbers up to it are counted, which is cheaper than sorting them
 LARGEST_EXPONENT = 1000.0  # 2 to this power, times any number of rows, is finite in float64
 
@@ -150,7 +155,7 @@ class NDCGLoss(CurrentTemperature):
             rows = agreed.tensors
         loss = self._loss(*rows)
         is_hinted = self.validate_args and self.training and has_values(loss)
-        if is_hinted and self._hints.count_call(per_query=indexes is not None):
+        if is_hinted and self._hints.should_observe(per_query=indexes is not None):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
             if group is not None:
                 self._hints.observe_ranks(agreed.rows, rows)
@@ -216,7 +221,7 @@ class NDCGLoss(CurrentTemperature):
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
         dtype, member, weight = compute_dtype(logits.dtype), None, query_weight(weight, self.reduction)
         scores = logits.to(dtype)
-        # Build the mask anyway on an accelerator: asking whether it is needed would wait for the device.
+        # Build the mask on an accelerator anyway: asking whether it is needed would wait for the device.
         if grades.device.type != "cpu" or may_hold(grades, self.ignore_index):
             member = grades != self.ignore_index
             scores, grades = (torch.where(member, column, 0.0) for column in (scores, grades))
@@ -275,7 +280,7 @@ class NDCGLoss(CurrentTemperature):
         if gradient is not None:
             gradient = gradient if order is None else torch.empty_like(gradient).index_copy_(0, order, gradient)
             loss = with_gradients("a ranking loss", loss, [gradient], scores)
-        return note_kind(loss, of_pool=indexes is None) if is_mean else loss
+        return note_kind(loss, mean=True, of_pool=indexes is None) if is_mean else loss
 
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float

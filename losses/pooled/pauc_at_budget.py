@@ -10,9 +10,9 @@ from typing_extensions import Unpack
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
 from ..base import compiled_where_local
-from ..rows import has_values
-from .base import Given, PoolOptions, RankingLoss
-from .hints import Setting, few_rows
+from ..hints import Setting
+from ..rows import Batch, has_values
+from .base import PoolOptions, RankingLoss, few_rows
 from .pauc_surrogates import (
     SMALLEST_SCALE,
     TEMPERATURE,
@@ -331,7 +331,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             return missed.per_class
 
         formula = with_stats if return_diagnostics else self.compute_per_class
-        loss, per_class = self._step(Given(logits, targets, iid_mask, sample_weight), formula)
+        loss, per_class = self._step(Batch(logits, targets, iid_mask, sample_weight), formula)
         if not return_per_class:
             return LossWithStats(loss, stats) if return_diagnostics else loss
         with_classes = LossWithClasses.of(loss, per_class)

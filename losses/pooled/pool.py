@@ -156,7 +156,7 @@ class Pool:
                 positive = torch.from_numpy(rows.targets.numpy() == 1)[None]  # takes a fifth of the time of torch
             else:
                 positive = rows.targets.unsqueeze(0) == 1
-            # On an accelerator a mask that may not be needed is cheaper than waiting to find out.
+            # Build the mask on an accelerator anyway: asking whether it is needed would wait for the device.
             if not rows.complete and (not is_host or may_hold(rows.targets, rule.ignore_index)):
                 valid = (rows.targets != rule.ignore_index)[None]
                 positive, member = positive & valid, valid.expand_as(positive)
@@ -217,8 +217,8 @@ def local_pool(
     check_int("ignore_index", ignore_index)
     has_columns = isinstance(logits, Tensor) and logits.ndim == 2
     rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
-    rows = logits, targets, iid_mask, sample_weight
-    return Pool(check_batch(*rows, rule, indexes=indexes, validate_args=validate_args), weighting=weighting)
+    given = Batch(logits, targets, iid_mask, sample_weight, indexes)
+    return Pool(check_batch(given, rule, validate_args=validate_args), weighting=weighting)
 
 
 def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tuple[Pool, float]:
@@ -271,22 +271,29 @@ class PerClass(NamedTuple):
 
 
 def reduce_values(
-    per_class: PerClass, reduction: str, dtype: torch.dtype, weight: Tensor | None = None, *, of_pool: bool = True
+    per_class: PerClass,
+    reduction: str,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+    *,
+    of_pool: bool = True,
+    over_ranks: bool = False,
 ) -> Tensor:
     """Return the loss over the valid classes, or queries, in ``dtype``; ``weight`` (C,) are factors of the values.
 
     ``"mean"`` and ``"sum"`` leave out invalid classes, and are 0 if no class is valid. ``"none"`` gives (C,) with NaN
     for invalid classes. A class whose loss is NaN always counts, so the result is NaN. In every case the loss is
-    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end. A mean is ``of_pool``
-    unless it is one of whole queries.
+    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end. ``of_pool=False`` is for a
+    mean over queries, which may be averaged over micro-batches; ``over_ranks`` for the rows of several ranks.
     """
     values, valid = per_class
+    is_mean = reduction == "mean"
     if reduction == "none":
-        return values.masked_fill(~valid, math.nan).to(dtype)
-    if values.numel() == 1 and weight is None:
+        loss = values.masked_fill(~valid, math.nan)
+    elif values.numel() == 1 and weight is None:
         # Not a view of float64 values: a kernel has saved them, and the caller may change the loss in place.
         loss = values.sum(dtype=dtype) if values.dtype == torch.float64 else values.reshape(())
-    elif reduction == "mean":
+    elif is_mean:
         counted = valid | values.isnan()
         if weight is None:
             mass = counted.sum().clamp_min(1)
@@ -296,7 +303,7 @@ def reduce_values(
         loss = values.sum() / mass
     else:
         loss = values.sum()
-    return note_kind(loss.to(dtype), of_pool=of_pool) if reduction == "mean" else loss.to(dtype)
+    return note_kind(loss.to(dtype), mean=is_mean, over_ranks=over_ranks, of_pool=is_mean and of_pool)
 
 
 class LossWithClasses(NamedTuple):

@@ -11,8 +11,8 @@ from ...errors import check_choice, check_share
 from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
-from .base import PoolOptions, RankingLoss
-from .hints import Setting, few_rows
+from ..hints import Setting
+from .base import PoolOptions, RankingLoss, few_rows
 from .pauc_surrogates import PartialArea, check_used
 from .pool import (
     PerClass,

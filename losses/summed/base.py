@@ -114,7 +114,7 @@ class SummedLoss(DistributedLoss):
 
     def _noted(self, loss: Tensor) -> Tensor:
         """Return ``loss``, marked as a mean if it is one; balanced weights are those of a pool."""
-        return note_kind(loss, of_pool=self._is_balanced) if self.reduction.startswith("mean") else loss
+        return note_kind(loss, mean=True, of_pool=self._is_balanced) if self.reduction.startswith("mean") else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward

@@ -128,7 +128,7 @@ def causal_lm_loss(
     if reduction == "sum":
         return total
     if num_items is None:
-        return note_kind(local_mean(total, valid.sum()))
+        return note_kind(local_mean(total, valid.sum()), mean=True)
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))

@@ -22,9 +22,8 @@ from fullrank import (
     SmoothAPLoss,
     SupConLoss,
 )
-from fullrank.losses import RankingLoss
-from fullrank.losses.pooled import hints
-from fullrank.losses.pooled.hints import Copy, Hints
+from fullrank.losses import RankingLoss, hints
+from fullrank.losses.hints import Copy, Hints
 
 ROWS = 200
 
@@ -278,13 +277,13 @@ def test_a_small_last_batch_does_not_warn():
 @pytest.mark.parametrize("is_control", [False, True])
 def test_a_loss_of_weight_0_has_no_gradient_to_give(monkeypatch, is_control):
     """The control does not see by how much the loss was multiplied."""
-    watch = Hints._watch_positives
+    watch = Hints.watch_positives
 
-    def blind(self, pool, per_class, temperature):
-        watch(self, pool, per_class._replace(values=per_class.values.detach()), temperature)
+    def blind(self, scores, positive, losses, *rest):
+        watch(self, scores, positive, losses.detach(), *rest)
 
     if is_control:
-        monkeypatch.setattr(Hints, "_watch_positives", blind)
+        monkeypatch.setattr(Hints, "watch_positives", blind)
     loss = SmoothAPLoss(1, temperature=0.1)
     texts = []
     for _ in range(5):

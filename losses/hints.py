@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import warn
-from ..rows import Batch
-from .pool import PerClass, Pool
+from ..errors import warn
+from .rows import Batch
 
 _EMPTY_CALLS = 20  # calls in a row without a valid class
 _SMALL_POOLS = 3  # in a row: the last batch of an epoch may be small
 _FEW_ROWS = 16  # with fewer rows the range of the scores does not tell probabilities from logits
 _COPIED_ROWS = 16  # of one rank, and at least two calls: few rows of few values may be equal by chance
-_FEWEST = 10  # rows above a threshold: with 5 or fewer pairs in a band lost in benchmarks/own_metric.py, with 13 not
 _WIDE = 0.5  # scores in [0, 1] with a smaller range may be those of an untrained network
 _WIDE_CALLS = 2  # with such scores, and none with a score outside of [0, 1]: logits may lie in it by chance
 _FEW_POSITIVES = 20  # with fewer, all of them may have no gradient by chance
@@ -38,21 +36,6 @@ NO_CLASS = Empty(
     "Usually no class had both a positive and a negative: draw batches with positives in them "
     "(fullrank.data.BalancedBatchSampler), use larger batches, or set queue_size so that past rows stay in the pool.",
 )
-NO_QUERY = Empty(
-    "no query had both a positive and a negative",
-    "Keep the rows of a query in one batch, such as with fullrank.data.MPerClassSampler(indexes, m, batch_size), or "
-    "use larger batches.",
-)
-NO_GRADES = Empty(
-    "no query had rows of different relevance, of which one is above 0",
-    f"{NO_QUERY.fix} If no row has a relevance above 0, look at the targets.",
-)
-NO_PAIR = Empty(
-    "no row had another one of its label",
-    "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
-    "queue_size so that past rows stay in the pool.",
-)
-NO_RANKING = NO_PAIR._replace(what="no row had both another one of its label and one of another label")
 
 
 class Setting(NamedTuple):
@@ -61,18 +44,6 @@ class Setting(NamedTuple):
     temperature: float | None  # None if it is automatic, or if the loss has none
     small_pool: str | None  # the problem with a pool as small as this one, and the fix
     argument: str | None = None  # which argument is probably misread, and the fix
-
-
-def few_rows(argument: str, share: float, num_rows: int) -> str | None:
-    """Return the hint for a hard threshold, if the share ``argument`` of a pool is too few rows; otherwise None."""
-    if num_rows * share >= _FEWEST:
-        return None
-    return (
-        f"{argument}={share:g} is {num_rows * share:.2g} of the {num_rows} rows of the pool, and so few make a "
-        f"threshold that moves from batch to batch. Make the pool at least {_FEWEST}/{argument} = "
-        f"{_FEWEST / share:.0f} rows, by larger batches or queue_size, raise {argument}, or use surrogate='dro', "
-        "which has no threshold."
-    )
 
 
 class Hints:
@@ -86,17 +57,17 @@ class Hints:
         self._warned: set[str] = set()
         self._calls = self._empty_calls = self._small_pools = self._positives = self._lost = 0
         self._copied_calls = self._copied_rows = self._wide_calls = 0
+        self.looks_for_all = False  # in this call: in 1, 2, 4, 8, ..., in which all hints are looked for
         self._are_logits = False  # whether a score has been outside of [0, 1]
         self._copies: list[tuple[Copy, Callable[[Any], None]]] = []  # each with what to call when it is there
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_copies": []}  # events can be neither copied nor pickled
 
-    def count_call(self, pool: Pool | None = None, *, per_query: bool = False) -> bool:
-        """Count a call before its formula, and return whether to pass it to :meth:`observe` after it.
+    def should_observe(self, *, per_query: bool = False) -> bool:
+        """Count a call before its formula, and return whether to pass it to the methods ``observe...`` after it.
 
-        A loss without a pool passes which of its queries or rows are valid to :meth:`observe_valid` instead. A loss
-        ``per_query`` may be averaged over micro-batches.
+        A loss ``per_query`` may be averaged over micro-batches.
 
         True in calls 1, 2, 4, 8, ..., in which all hints are looked for. True also after a call with too few rows or
         without a valid class, until the series ends or its hint is given.
@@ -104,22 +75,17 @@ class Hints:
         if self._copies:
             self._read_copies()
         self._calls += 1
-        if self._looks_for_all:
+        self.looks_for_all = self._calls & (self._calls - 1) == 0
+        if self.looks_for_all:
             if not per_query and _accelerate_accumulates():
                 mixins = "fullrank.integrations.transformers.PooledLossMixin (or .sentence_transformers)"
                 fix = f"a Trainer has {mixins} for it"
                 self.warn_once("accumulation", accumulation_hint("gradient_accumulation_steps", fix))
-            if pool is not None:
-                _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
             return True
         return 0 < self._small_pools < _SMALL_POOLS or 0 < self._empty_calls < _EMPTY_CALLS
 
-    @property
-    def _looks_for_all(self) -> bool:
-        return self._calls & (self._calls - 1) == 0
-
-    def observe(self, setting: Setting, live: Batch, pool: Pool, per_class: PerClass) -> None:
-        """Look at one call: the live rows of all ranks, the pool, and its losses."""
+    def observe(self, setting: Setting, live: Batch, valid: Tensor) -> None:
+        """Look at one call of a loss over a pool: the live rows of all ranks, and which classes (C,) are valid."""
         if live.logits.shape[1] == 2 and live.targets.ndim == 1:
             self.warn_once(
                 "two columns",
@@ -131,15 +97,11 @@ class Hints:
         self._small_pools = 0 if setting.small_pool is None else self._small_pools + 1
         if setting.small_pool is not None and self._small_pools == _SMALL_POOLS:
             self.warn_once("few rows", setting.small_pool)
-        self.observe_valid(per_class.valid, NO_CLASS)
-        if not self._looks_for_all:
+        self.observe_valid(valid, NO_CLASS)
+        if not self.looks_for_all or self._are_logits or "probabilities" in self._warned:
             return
-        if live.logits.shape[0] >= _FEW_ROWS and not self._are_logits and "probabilities" not in self._warned:
+        if live.logits.shape[0] >= _FEW_ROWS:
             self.read(torch.stack(live.logits.detach().aminmax()), self._check_range)
-        if setting.temperature is None or "gradient" in self._warned:
-            return
-        if pool.scores.requires_grad and pool.scores.numel() > 0:
-            self._watch_positives(pool, per_class, setting.temperature)
 
     def observe_valid(self, valid: Tensor, empty: Empty) -> None:
         """Look at which classes, queries or rows of one call are valid; a call with none counts as ``empty``."""
@@ -158,7 +120,7 @@ class Hints:
         """
         rows = [tensor.detach() for tensor in tensors if tensor is not None]
         count, num_ranks = counts[0], len(counts)
-        if not self._looks_for_all or "copies" in self._warned or min(count, num_ranks) < 2 or {*counts} != {count}:
+        if not self.looks_for_all or "copies" in self._warned or min(count, num_ranks) < 2 or {*counts} != {count}:
             return
         are_copies = (rows[0][:count] != rows[0][:1]).any()
         for tensor in rows:
@@ -191,15 +153,22 @@ class Hints:
                 "from before the sigmoid or softmax: probabilities near 0 and 1 are too close to each other to rank.",
             )
 
-    def _watch_positives(self, pool: Pool, per_class: PerClass, temperature: float) -> None:
-        """Count in the backward how many live positives get a gradient."""
-        positive = pool.positive if pool.live is None else pool.positive & pool.live
-        if pool.weight is not None:
-            positive = positive & (pool.weight > 0)
-        open_to_gain = per_class.valid & (per_class.values.detach() > _SMALL_LOSS)  # [C]
-        incoming: list[Tensor | int] = []  # of the values: a class whose loss is multiplied by 0 is not counted
-        if per_class.values.requires_grad:
-            per_class.values.register_hook(lambda grad: incoming.append(0 if grad is None else grad.detach()))
+    def watch_positives(
+        self, scores: Tensor, positive: Tensor, losses: Tensor, valid: Tensor, temperature: float
+    ) -> None:
+        """Count in the backward how many live positives get a gradient.
+
+        Args:
+            scores, positive: (C, M), and which of them are live positives with a weight.
+            losses, valid: (C,), the loss of each class, and which are valid.
+            temperature: what the scores were divided by.
+        """
+        if "gradient" in self._warned or not scores.requires_grad or not scores.numel():
+            return
+        open_to_gain = valid & (losses.detach() > _SMALL_LOSS)  # [C]
+        incoming: list[Tensor | int] = []  # of the losses: a class whose loss is multiplied by 0 is not counted
+        if losses.requires_grad:
+            losses.register_hook(lambda grad: incoming.append(0 if grad is None else grad.detach()))
 
         def count(gradient: Tensor | None) -> None:
             if gradient is None:
@@ -211,7 +180,7 @@ class Hints:
             sums = torch.stack([lost.sum(), counted.sum()])
             self.read(sums, lambda counts: self._count_lost(counts, temperature), later=True)
 
-        pool.scores.register_hook(count)
+        scores.register_hook(count)
 
     def _count_lost(self, sums: list[float], temperature: float) -> None:
         self._lost, self._positives = self._lost + int(sums[0]), self._positives + int(sums[1])
