@@ -41,7 +41,7 @@ OTHER_CALLS = (
 ALIGN = 16  # bytes of the widest dtype, complex128
 
 
-def aligned(size: int) -> int:
+def round_up(size: int) -> int:
     """Return ``size`` rounded up to a multiple of 16 bytes."""
     return -(-size // ALIGN) * ALIGN
 
@@ -102,7 +102,7 @@ class Exchange(NamedTuple):
         outputs, offset = [], 0
         for tensor in tensors:
             outputs.append(_unpack_rows(gathered, tensor, offset, counts))
-            offset += aligned(most * row_bytes(tensor))
+            offset += round_up(most * row_bytes(tensor))
         return outputs
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
@@ -186,7 +186,7 @@ def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
     parts = []
     for tensor in tensors:
         content = bytes_of(tensor)
-        padding = aligned(most * row_bytes(tensor)) - content.numel()
+        padding = round_up(most * row_bytes(tensor)) - content.numel()
         parts += [content, content.new_empty(padding)] if padding else [content]
     # The block is never empty, because every rank makes the same collective whatever the data.
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)

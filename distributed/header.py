@@ -123,7 +123,7 @@ class Offer(Generic[T]):
         tensors: row-aligned, None for an absent one. They may differ between the ranks only in the number of rows,
             which replaces ``rows``. None if the call has no rows.
         names: of ``tensors``, for messages.
-        stays: do not send the rows of ``tensors`` with the header, because most calls do not need them on other ranks.
+        sends_rows: send the rows of ``tensors`` with the header if they fit; False if most calls do not need them.
     """
 
     value: T
@@ -134,7 +134,7 @@ class Offer(Generic[T]):
     check: DeviceCheck | None = None
     tensors: tuple[Tensor | None, ...] | None = None
     names: tuple[str, ...] = ()
-    stays: bool = False
+    sends_rows: bool = True
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             check = None
         hashed = digest({"call": call, **offer.facts, "tensors": parcel.described})
         rows = offer.rows if offer.tensors is None else parcel.count
-        travels = bool(tensors) and not offer.stays and parcel.is_on_host and room.is_on_host
+        travels = bool(tensors) and offer.sends_rows and parcel.is_on_host and room.is_on_host
         words = 0 if check is None else check.flag, hashed, rows, 0 if checksum is None else checksum.value
         # Reading a total may fail too, on the meta device or after a kernel that failed.
         header = _pack_header(words, offer.totals, room, ranks)
@@ -275,8 +275,9 @@ def each_or_raise(
 def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     """Return the results of two calls that agree over the same ranks, in one agreement.
 
-    ``first`` stops where it agrees, and ``second`` runs to its end: its header carries both offers, of the second only
-    totals, facts and a check. Calls that agree over different ranks, or not at all, run one after the other.
+    Runs ``first`` until it would exchange its header, then ``second``, whose header carries the facts, totals and
+    checks of both; ``second`` may have no rows. Calls that agree over different ranks, or not at all, run one after the
+    other.
     """
     waiting: list[tuple[str, ProcessGroup, Callable[[], Offer[Any]]]] = []
     answers: list[Agreement[Any]] = []
@@ -381,8 +382,8 @@ def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
     """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` inside this one.
 
     All ranks then have that error, and none of them sends another header: a rank that failed earlier in ``bring`` sent
-    its header to the inner agreement. An agreement that began before this one, number ``number``, does not count:
-    ``error`` may have been raised while the error of an earlier agreement was handled.
+    its header to the inner agreement. Errors of agreements that started before this one, number ``number``, are
+    ignored: ``error`` may have been raised while one of them was handled.
     """
     link: BaseException | None = error
     seen: set[int] = set()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .exchange import aligned, check_devices, check_rows, describe_rows, row_bytes
+from .exchange import check_devices, check_rows, describe_rows, round_up, row_bytes
 from .group import backend_by_device
 
 MAX_SIZE = 2**16  # bytes that a rank sends
@@ -123,7 +123,7 @@ class Parcel:
 
     def bytes_of(self, count: int) -> int:
         """Return the bytes of ``count`` rows."""
-        return sum(aligned(count * width) for _, _, width in self._kinds)
+        return sum(round_up(count * width) for _, _, width in self._kinds)
 
     def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
         """Copy ``tensors``, which are on the host, behind the header of this rank."""
@@ -149,7 +149,7 @@ class Parcel:
         for dtype, trailing, width in self._kinds:
             rows = block.view(dtype).narrow(0, start // dtype.itemsize, count * math.prod(trailing))
             views.append(rows.view(count, *trailing))
-            start += aligned(count * width)
+            start += round_up(count * width)
         return views
 
 

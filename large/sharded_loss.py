@@ -174,7 +174,7 @@ class ShardedLoss(nn.Module):
             pool = Pool(rows, weighting=loss.weighting)
             facts = {**loss._facts(), "loss": type(loss).__name__}
             totals = *totals_of(pool), rows.counts[0]
-            return Offer((pool, rows), facts, 0, totals, None, rows.check, rows.tensors, TENSORS, True)
+            return Offer((pool, rows), facts, 0, totals, None, rows.check, rows.tensors, TENSORS, sends_rows=False)
 
         agreed = agree_on(CALL, group, bring)
         pool, rows = agreed.value

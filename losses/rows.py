@@ -433,9 +433,8 @@ def is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype a loss is computed in: float32 for half precision, whose sums over a pool would saturate."""
-    return torch.promote_types(dtype, torch.float32)
+# The dtype a loss is computed in, from that of its rows: float32 for half precision, whose sums would saturate.
+compute_dtype = functools.partial(torch.promote_types, torch.float32)
 
 
 # Of the largest weight: a smaller weight counts as this much. So sums of weights divided by each other, or by a

@@ -103,7 +103,7 @@ class MemoryQueue(SavedState):
             self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._iid = torch.ones(rows, dtype=torch.bool, device=device)
         self._weight = torch.ones(rows, dtype=dtype, device=device)  # in float64 from the first such weights on
-        self._written: set[int] = set()  # of the four tensors those that were written; the last two hold 1 before
+        self._written: set[int] = set()  # indices of the tensors written so far; the last two are all ones before
         self.reset()
 
     @torch.inference_mode(False)

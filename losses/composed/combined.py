@@ -19,7 +19,7 @@ from ...queues.saved_state import SavedState, as_saved, from_saved, with_names
 from ..base import DistributedLoss
 from ..pooled.base import RankingLoss
 from ..rows import check_exact, class_range_check, has_values
-from ..summed.base import SummedLoss, aligned
+from ..summed.base import SummedLoss, match_shape
 
 _SAME_WEIGHTS = "Give the CombinedLoss the same parts, in the same order, and the same weights on every rank."
 _OPTIONAL = ("iid_mask", "sample_weight", "indexes")
@@ -80,7 +80,7 @@ def targets_for(loss: nn.Module, logits: Tensor, targets: Tensor, *, validate_ar
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
         return targets
     if isinstance(loss, nn.BCEWithLogitsLoss):
-        return aligned(targets, tuple(logits.shape)).to(logits.dtype)
+        return match_shape(targets, tuple(logits.shape)).to(logits.dtype)
     if not isinstance(loss, nn.CrossEntropyLoss):
         return targets
     if logits.ndim < 2 or logits.shape[1] == 1:
@@ -89,7 +89,7 @@ def targets_for(loss: nn.Module, logits: Tensor, targets: Tensor, *, validate_ar
     if targets.shape == logits.shape:  # probabilities
         return targets
     check_exact(targets, logits.shape[1])
-    targets = aligned(targets, (logits.shape[0], *logits.shape[2:]))
+    targets = match_shape(targets, (logits.shape[0], *logits.shape[2:]))
     indices = targets.to(torch.int64)
     if targets.is_floating_point() and has_values(targets) and validate_args:
         bad = ((indices < 0) | (indices >= logits.shape[1])) & (indices != loss.ignore_index)

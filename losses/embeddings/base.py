@@ -227,9 +227,8 @@ class Side:
     def gather(self, exchange: Exchange, counts: tuple[int, ...], arrived: Columns | None = None) -> None:
         """Set the columns of all ranks, those that have ``arrived`` or else those of a collective."""
         if arrived is None:
-            names = [name for name, column in zip(Columns._fields, self.own) if column is not None]
-            columns = exchange.rows([column for column in self.own if column is not None], counts)
-            arrived = Columns(**dict(zip(names, columns)))
+            own = {name: column for name, column in zip(Columns._fields, self.own) if column is not None}
+            arrived = Columns(**dict(zip(own, exchange.rows([*own.values()], counts))))
         self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.rank])
 
     def compare(self, normalize: bool) -> None:

@@ -150,9 +150,9 @@ class PairLoss(ContrastiveLoss):
             if weight is not None and not weight.is_meta:
                 unit = weight_unit(weight)  # so that no sum of weights overflows
                 totals[:2] = (weight / unit).sum(), unit
-            facts: dict[str, object] = {}
+            facts, checksum = dict[str, object](), None
             if group is not None:
-                facts = {**self._facts(), "queries": describe_rows(queries)}
+                facts, checksum = {**self._facts(), "queries": describe_rows(queries)}, self._checksum
                 facts |= {} if sample_weight is None else {"sample_weight": True}
                 for item in learned:
                     facts[f"{item.name} is sharded"] = item.is_sharded
@@ -163,7 +163,7 @@ class PairLoss(ContrastiveLoss):
             rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
             tensors = of_keys.own.rows, rows, of_keys.own.labels, of_keys.own.guide, guide
             count = len(of_keys.own.rows)
-            return Offer((sides, weight), facts, count, totals, self._checksum, check, tensors, _TENSORS)
+            return Offer((sides, weight), facts, count, totals, checksum, check, tensors, _TENSORS)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)

@@ -243,6 +243,8 @@ class RankingLoss(HoldsQueue):
         """Return the rows of this rank, checked."""
         if group is not None:
             check_not_gathered(group, logits=given.logits, targets=given.targets)
+        if self.has_temperature:
+            check_temperature(self.temperature, self.spread_multiple is not None)
         self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
@@ -262,8 +264,7 @@ class RankingLoss(HoldsQueue):
         )
 
     def _check_settings(self) -> None:
-        if self.has_temperature:
-            check_temperature(self.temperature, self.spread_multiple is not None)
+        """Check the arguments of a subclass, which may have been assigned since its construction."""
 
     def _make_pool(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""

@@ -374,7 +374,6 @@ class PAUCAtBudgetLoss(RankingLoss):
         return super()._setting(num_rows)._replace(small_pool=few_rows("beta", self.beta, num_rows))
 
     def _check_settings(self) -> None:
-        super()._check_settings()
         # Without the temperature: a schedule may have assigned one, although "dro" does not use it.
         if self._area != self._checked_area:
             self._checked_area = check_area(self._area)

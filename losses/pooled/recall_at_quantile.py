@@ -227,5 +227,4 @@ class RecallAtQuantileLoss(RankingLoss):
         return setting._replace(small_pool=few_rows("quantile", self.quantile, num_rows), argument=argument)
 
     def _check_settings(self) -> None:
-        super()._check_settings()
         check_choice("surrogate", self.surrogate, _SURROGATES)

@@ -201,7 +201,7 @@ def check_inputs(inputs: Tensor, targets: Tensor) -> None:
     check_device("targets", targets, inputs, "inputs")
 
 
-def aligned(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
+def match_shape(targets: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return ``targets`` in ``shape`` if only a last dimension of one element differs, else unchanged."""
     current = tuple(targets.shape)
     return targets.reshape(shape) if current == (*shape, 1) or (*current, 1) == shape else targets

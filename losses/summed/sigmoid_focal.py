@@ -16,7 +16,7 @@ from ..arguments import completed
 from ..base import GroupOptions
 from ..pooled.pool import local_pool
 from ..rows import compute_dtype, has_values, weight_and_check
-from .base import Elements, SummedLoss, aligned, check_inputs, focus, local_loss, power
+from .base import Elements, SummedLoss, check_inputs, focus, local_loss, match_shape, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
 REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
@@ -108,7 +108,7 @@ def _elements(
 def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the targets in the shape of ``inputs``, or raise TypeError or ValueError."""
     check_inputs(inputs, targets)
-    targets = aligned(targets, tuple(inputs.shape))
+    targets = match_shape(targets, tuple(inputs.shape))
     if targets.shape != inputs.shape:
         raise ValueError(expected("targets", f"the shape of inputs, {tuple(inputs.shape)}", targets))
     return targets
