@@ -75,7 +75,7 @@ class State(NamedTuple):
 
 
 class States(State):
-    """Several facts about state: the value is a dict of their texts. Messages show those that differ."""
+    """Several facts about state: the value is a dict of them. Messages show those that differ."""
 
     __slots__ = ()
 
@@ -436,8 +436,8 @@ def _exchange_reports(
         texts: dict[str, str] = {}
         advice: dict[str, str] = {}
         for name, fact in facts.items():
-            parts: Any = fact.value if isinstance(fact, States) else {name: repr(fact)}
-            texts |= {part: _cut(text) for part, text in parts.items()}
+            parts: Any = fact.value if isinstance(fact, States) else {name: fact}
+            texts |= {part: _cut(repr(value)) for part, value in parts.items()}
             if isinstance(fact, State):
                 advice |= dict.fromkeys(parts, fact.advice)
         own_report = _Report(reason, texts, advice)

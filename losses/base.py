@@ -137,11 +137,12 @@ class DistributedLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
-        return ", ".join(f"{name}={text}" for name, text in self._arguments().items())
+        return ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
 
-    def _arguments(self) -> dict[str, str]:
-        """Return the texts of the arguments that the ranks compare; different values have different texts."""
-        return {name: repr(getattr(self, name)) for name in self._shown}
+    def _arguments(self) -> dict[str, object]:
+        """Return the arguments that the ranks compare, by ``repr``."""
+        names = self._shown
+        return dict(zip(names, map(functools.partial(getattr, self), names)))
 
     def _facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks; a subclass adds its own."""

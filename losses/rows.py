@@ -80,7 +80,7 @@ class Batch(NamedTuple):
     @staticmethod
     def of_all(tensors: Sequence[Any], counts: Sequence[Sequence[float]], rule: TargetRule) -> Batch:
         """Return the rows of all ranks, from the gathered tensors and the :attr:`counts` of each rank."""
-        ignored, positive, stored, *_ = map(sum, zip(*counts))
+        ignored, positive, stored = map(sum, [*zip(*counts)][:3])
         # A number that a rank does not know is NaN. Without rows several classes add up to 0 positives too.
         has_number = ignored == 0 and rule.num_classes == 1 and positive == positive
         num_positive, num_stored = int(positive) if has_number else None, int(stored) if stored == stored else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...distributed.header import DeviceCheck
-from ...errors import check_between, check_choice, check_int, check_tensor, expected
+from ...errors import Words, check_between, check_choice, check_int, check_tensor, expected
 from ...kernels.torch_private import version_of
 from ..arguments import completed
 from ..base import GroupOptions
@@ -58,15 +58,13 @@ class TorchLikeLoss(SummedLoss):
                 if weight.is_complex() or not bool((weight.isfinite() & (weight >= 0)).all()):
                     raise ValueError(expected(name, "finite numbers >= 0", weight.tolist()))
             self.register_buffer(name, weight)
-        self._texts: dict[str, tuple[Tensor, int, str]] = {}  # of a weight: the tensor, its version, the text
+        self._texts: dict[str, tuple[Tensor, int, Words]] = {}  # of a weight: the tensor, its version, the text
 
-    def _arguments(self) -> dict[str, str]:
-        return {name: self._text_of(name) for name in self._shown}
+    def _arguments(self) -> dict[str, object]:
+        arguments = super()._arguments().items()
+        return {name: self._text_of(name, value) if isinstance(value, Tensor) else value for name, value in arguments}
 
-    def _text_of(self, name: str) -> str:
-        weight = getattr(self, name)
-        if not isinstance(weight, Tensor):
-            return repr(weight)
+    def _text_of(self, name: str, weight: Tensor) -> Words:
         version, cached = version_of(weight), self._texts.get(name)
         if cached is None or cached[0] is not weight or cached[1] != version:
             values = weight.detach().cpu().double()
@@ -74,7 +72,7 @@ class TorchLikeLoss(SummedLoss):
             if values.numel() > _FEW:
                 digest = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
                 text = f"{tuple(weight.shape)} with hash {digest}"
-            cached = self._texts[name] = (weight, version, text)
+            cached = self._texts[name] = (weight, version, Words(text))
         return cached[2]
 
 

@@ -228,6 +228,6 @@ class SoftmaxFocalLoss(SummedLoss):
         """Return this rank's element losses and their divisor."""
         return _elements(inputs, targets, self._rule, sample_weight, self.validate_args)
 
-    def _arguments(self) -> dict[str, str]:
+    def _arguments(self) -> dict[str, object]:
         alpha = self.alpha.tolist() if isinstance(self.alpha, Tensor) else self.alpha
-        return {**super()._arguments(), "alpha": repr(alpha)}
+        return {**super()._arguments(), "alpha": alpha}
