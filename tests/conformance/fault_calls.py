@@ -59,109 +59,150 @@ _WEIGHTS = {
     "weight not finite": _given("sample_weight", lambda n: torch.full((n,), torch.nan), "ValueError", "got nan"),
 }
 _FOREIGN = "expected a tensor on "
+
+
+def _floats(name: str) -> dict[str, Fault]:
+    """Return the faults of floating-point rows; the other arguments are expected where they are."""
+    return {
+        f"{name} not a tensor": _wrong(name, lambda x: x.tolist(), "TypeError", f"{name}: expected a tensor, got [["),
+        f"integer {name}": _wrong(name, lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+        f"sparse {name}": _wrong(name, lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+        f"{name} elsewhere": _wrong(name, lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
+    }
+
+
+def _entries(name: str, given: str = "a tensor") -> dict[str, Fault]:
+    """Return the faults of what has an entry for each row."""
+    return {
+        f"{name} not a tensor": _wrong(name, lambda y: y.tolist(), "TypeError", f"{name}: expected {given}"),
+        f"number of {name}": _wrong(name, lambda y: y[:-1], "ValueError", f"{name}: expected "),
+        f"{name} elsewhere": _wrong(name, lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu"),
+    }
+
+
+_CLASS_TARGETS = {
+    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
+    "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "targets: expected class indices in [0, 3)"),
+}
 _BAD_ROWS = {
     "dimensions of logits": _wrong("logits", lambda x: x[:, 0], "ValueError", "logits: expected shape (N, 3)"),
     "columns": _wrong("logits", lambda x: torch.cat([x, x], dim=1), "ValueError", "logits: expected shape (N, 3)"),
-    "integer logits": _wrong("logits", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
-    "logits not a tensor": _wrong("logits", lambda x: "scores", "TypeError", "expected a tensor, got 'scores'"),
-    "logits elsewhere": _wrong("logits", lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
-    "sparse logits": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-    "targets not a tensor": _wrong("targets", lambda y: y.tolist(), "TypeError", "targets: expected a tensor"),
-    "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "targets: expected shape"),
-    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
-    "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "targets: expected class indices in [0, 3)"),
-    "targets elsewhere": _wrong("targets", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu"),
+    **_floats("logits"),
+    **_entries("targets"),
+    **_CLASS_TARGETS,
     "mask shape": _given("iid_mask", lambda n: torch.ones(n - 1, dtype=torch.bool), "ValueError", "iid_mask: expected"),
     "mask dtype": _given("iid_mask", lambda n: torch.ones(n), "TypeError", "iid_mask: expected a bool tensor"),
     **_WEIGHTS,
 }
 _PRESENCE = ". Pass it on every rank or on none."
 _ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
-_DIFFERENT_ROWS = {
-    "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
-    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
-    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", _PRESENCE),
+_OTHER_WEIGHTS = {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE)}
+
+
+def _different(name: str, dtype: str = "float32 (N, 3) with gradient on cpu") -> dict[str, Fault]:
+    """Return how rows can differ from those of the other ranks."""
+    return {
+        "dtype": _wrong(name, lambda x: x.float(), "ValueError", dtype),
+        "gradient": _wrong(name, lambda x: x.detach(), "ValueError", _ALONE),
+        **_OTHER_WEIGHTS,
+    }
+
+
+_DIFFERENT_ROWS = _different("logits") | {
+    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", _PRESENCE)
 }
-_BAD_INPUTS = {
-    "integer inputs": _wrong("inputs", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
-    "inputs not a tensor": _wrong("inputs", lambda x: "scores", "TypeError", "expected a tensor, got 'scores'"),
-    "inputs elsewhere": _wrong("inputs", lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
-    "targets not a tensor": _wrong("targets", lambda y: y.tolist(), "TypeError", "targets: expected a tensor"),
-    "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "targets: expected "),
-    **_WEIGHTS,
-}
-_DIFFERENT_INPUTS = {
-    "dtype": _wrong("inputs", lambda x: x.float(), "ValueError", "inputs: 'float"),
-    "gradient": _wrong("inputs", lambda x: x.detach(), "ValueError", _ALONE),
-}
-_CLASS_INPUTS = {
+_BAD_INPUTS = _floats("inputs") | _entries("targets") | _WEIGHTS
+_CLASS_INPUTS = _CLASS_TARGETS | {
     "dimensions of inputs": _wrong("inputs", lambda x: x[:, 0], "ValueError", "inputs: expected shape (N, C, *)"),
     "one class": _wrong("inputs", lambda x: x[:, :1], "ValueError", "at least two classes"),
-    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
-    "class out of range": _wrong("targets", lambda y: y - 7, "ValueError", "targets: expected class indices in [0, 3)"),
 }
-_DIFFERENT_ELEMENTS = _DIFFERENT_INPUTS | {
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE)
-}
+_DIFFERENT_ELEMENTS = _different("inputs", "inputs: 'float")
 _BINARY_INPUTS = {
     "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
     "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
 }
-_BAD_QUERIES = {
-    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "got -1. Use (targets > 0).long()"),
-    "indexes not a tensor": _wrong("indexes", lambda i: i.tolist(), "TypeError", "indexes: expected a tensor or None"),
+_BAD_INDEXES = _entries("indexes", "a tensor or None") | {
     "shape of indexes": _wrong("indexes", lambda i: i[:, None], "ValueError", "Use indexes.squeeze(1)."),
-    "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),
     "float indexes": _wrong("indexes", lambda i: i.double(), "TypeError", "indexes: expected a tensor of integers"),
     "bool indexes": _wrong("indexes", lambda i: i > 0, "TypeError", "indexes: expected a tensor of integers"),
-    "indexes elsewhere": _wrong("indexes", lambda i: i.to("meta"), "ValueError", _FOREIGN + "cpu"),
 }
-_DIFFERENT_QUERIES = {
-    "indexes": _wrong("indexes", lambda i: None, "ValueError", "got indexes: "),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
+_BAD_QUERIES = _BAD_INDEXES | {
+    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "got -1. Use (targets > 0).long()")
 }
+_DIFFERENT_QUERIES = _OTHER_WEIGHTS | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "got indexes: ")}
 _BAD_EMBEDDINGS = {
-    "not a tensor": _wrong("embeddings", lambda x: x.tolist(), "TypeError", "embeddings: expected a tensor"),
-    "integers": _wrong("embeddings", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
     "dimensions": _wrong("embeddings", lambda x: x[:, 0], "ValueError", "embeddings: expected shape (N, D)"),
     "no features": _wrong("embeddings", lambda x: x[:, :0], "ValueError", "embeddings: expected shape (N, D)"),
-    "sparse": _wrong("embeddings", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-    "labels not a tensor": _wrong("labels", lambda y: y.tolist(), "TypeError", "labels: expected a tensor"),
     "float labels": _wrong("labels", lambda y: y.double(), "TypeError", "labels: expected integers or bools"),
-    "number of labels": _wrong("labels", lambda y: y[:-1], "ValueError", "labels: expected shape"),
-    "labels elsewhere": _wrong("labels", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as embeddings"),
+    **_floats("embeddings"),
+    **_entries("labels"),
     **_WEIGHTS,
 }
-_DIFFERENT_EMBEDDINGS = {
-    "dtype": _wrong("embeddings", lambda x: x.float(), "ValueError", "float32 (N, 3) with gradient on cpu"),
-    "gradient": _wrong("embeddings", lambda x: x.detach(), "ValueError", _ALONE),
-    "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient"),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
+_DIFFERENT_EMBEDDINGS = _different("embeddings") | {
+    "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient")
 }
 
 
+def _reference(rows: Tensor | None, count: int, text: str, error: str = "ValueError") -> Fault:
+    """Pass another set with labels for ``count`` rows."""
+    labels = torch.arange(count) if count else None
+    return Fault(lambda given: {"reference": rows, "reference_labels": labels}, error, text)
+
+
+_FOUR = torch.zeros(4, 3, dtype=torch.float64)
+_BAD_REFERENCE = {
+    "reference without labels": _reference(_FOUR, 0, "expected both or none of them"),
+    "labels of no reference": _reference(None, 4, "expected both or none of them"),
+    "dtype of the reference": _reference(_FOUR.float(), 4, "reference: expected torch.float64")._replace(
+        kind="TypeError"
+    ),
+    "width of the reference": _reference(_FOUR[:, :2], 4, "reference: expected rows of 3 numbers"),
+    "labels of the reference": _reference(
+        _FOUR, 3, "labels: expected shape (4,) or (4, 1), one entry per row of refer"
+    ),
+}
 _BAD_GRADES = {
     "negative": _wrong("relevance", lambda y: -1 - y, "ValueError", "relevance: expected numbers >= 0, finite, or"),
     "not finite": _wrong("relevance", lambda y: y / 0.0, "ValueError", "relevance: expected numbers >= 0"),
-    "shape": _wrong("relevance", lambda y: y[1:], "ValueError", "relevance: expected shape"),
     "columns": _wrong("logits", lambda x: x.expand(-1, 2), "ValueError", "logits: expected shape (N,) or (N, 1)"),
-    "integers": _wrong("logits", lambda x: x.detach().long(), "TypeError", "logits: expected a floating-point"),
-    "float indexes": _wrong("indexes", lambda i: i.double(), "TypeError", "indexes: expected a tensor of integers"),
-    "number of indexes": _wrong("indexes", lambda i: i[:-1], "ValueError", "indexes: expected shape"),
-    "sparse": _wrong("logits", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-    "elsewhere": _wrong("relevance", lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu, as logits"),
+    **_floats("logits"),
+    **_entries("relevance"),
+    **_BAD_INDEXES,
     **_WEIGHTS,
 }
+
+
+def _masked(
+    sizes: Callable[[int], tuple[int, ...]], text: str, error: str = "ValueError", width: int = 3, **further: Tensor
+) -> Fault:
+    """Pass a guide for as many rows of each side, the last of another width, and further arguments."""
+
+    def change(given: Arguments) -> Arguments:
+        *counts, last = sizes(len(given["keys"]))
+        return {"mask": (*(torch.ones(count, 3) for count in counts), torch.ones(last, width)), **further}
+
+    return Fault(change, error, text)
+
+
 _BAD_PAIRS = {
-    "not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
-    "integers": _wrong("queries", lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
+    **_floats("queries"),
     "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(torch.float64)."),
     "dimensions": _wrong("keys", lambda x: x[:, 0], "ValueError", "keys: expected shape (N, D)"),
     "number of keys": _wrong("keys", lambda x: x[1:], "ValueError", "Row i of the keys is the positive of row i"),
     "width of queries": _wrong("queries", lambda x: x[:, :2], "ValueError", "keys: expected shape"),
-    "sparse": _wrong("keys", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-    "elsewhere": _wrong("keys", lambda x: x.to("meta"), "ValueError", _FOREIGN + "cpu, as queries"),
+    "keys not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
+    "sparse keys": _wrong("keys", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
+    "keys elsewhere": _wrong("keys", lambda x: x.to("meta"), "ValueError", _FOREIGN + "cpu, as queries"),
+    "number of labels": _given("labels", lambda n: torch.arange(n - 1), "ValueError", "one entry per row of queries"),
+    "labels as negatives": _given("negatives", torch.arange, "TypeError", "pass labels="),
+    "width of negatives": _given("negatives", lambda n: _FOUR[:, :2], "ValueError", "expected rows of 3 numbers"),
+    "dtype of negatives": _given("negatives", lambda n: _FOUR.float(), "TypeError", "expected torch.float64"),
+    "mask that is no tuple": _given("mask", lambda n: torch.ones(n, 3), "TypeError", "mask: expected a tuple"),
+    "mask of one side": _masked(lambda n: (n,), "of a guide, of queries, keys, got 1", "TypeError"),
+    "mask without negatives": _masked(lambda n: (n, n), "keys, negatives, got 2", "TypeError", negatives=_FOUR),
+    "rows of a mask": _masked(lambda n: (n, n - 1), "mask of keys: expected "),
+    "width of a mask": _masked(lambda n: (n, n), "mask of keys: expected rows of 3", width=2),
+    "mask of negatives": _masked(lambda n: (n, n, 3), "mask of negatives: expected 4 rows", negatives=_FOUR),
     **_WEIGHTS,
 }
 _DIFFERENT_PAIRS = {
@@ -169,7 +210,10 @@ _DIFFERENT_PAIRS = {
     "width": Fault(lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"),
     "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
     "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
-    "weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE),
+    "negatives": _given("negatives", lambda n: _FOUR, "ValueError", _PRESENCE),
+    "labels": _given("labels", torch.arange, "ValueError", _PRESENCE),
+    "mask": _masked(lambda n: (n, n), _PRESENCE),
+    **_OTHER_WEIGHTS,
 }
 
 
@@ -325,10 +369,8 @@ _OTHER_BACKWARD = {
     **_OTHER_REDUCTION,
     **_OTHER_GRADIENT,
 }
-_DIFFERENT_GRADES = {
-    "indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: "),
-    "dtype": _wrong("logits", lambda x: x.float(), "ValueError", "float32 (N) with gradient on cpu"),
-    "gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE),
+_DIFFERENT_GRADES = _different("logits", "float32 (N) with gradient on cpu") | {
+    "indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: ")
 }
 _DIFFERENT_CLASSES = _DIFFERENT_ELEMENTS | {
     "classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")
@@ -358,6 +400,10 @@ _FAULTS = {
     "queries": (_BAD_QUERIES, _DIFFERENT_QUERIES),
     "grades": (_BAD_GRADES, _DIFFERENT_GRADES),
     "embeddings": (_BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
+    "sup_con": (
+        _BAD_EMBEDDINGS | _BAD_REFERENCE,
+        _DIFFERENT_EMBEDDINGS | {"reference": _reference(_FOUR, 4, _PRESENCE)},
+    ),
     "pairs": (_BAD_PAIRS, _DIFFERENT_PAIRS),
     "classes": (_CLASSES, _DIFFERENT_ELEMENTS),
     "elements": (_BINARY, _DIFFERENT_ELEMENTS),

@@ -1,8 +1,9 @@
-"""The contrastive losses: their formulas written out, the queue, the learned scale, and processes against one."""
+"""The contrastive losses: their formulas as one matrix, in one process and over ranks; scales and edges."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,58 +13,34 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from batches import split
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from subjects import Model, whole, wrap
-from torch import Tensor
+from subjects import Model, gradient, whole, wrap
+from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map_only
 from workers import error_of
 
+import fullrank
 from fullrank import InfoNCELoss, SigLIPLoss, SupConLoss
 from fullrank.kernels.costs import TABLE
 from fullrank.losses.embeddings import base as embeddings_base
 
-EXACT = {"rtol": 1e-12, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
-
-
-def info_nce(
-    queries: Tensor,
-    keys: Tensor,
-    scale: Tensor | float,
-    symmetric: bool,
-    queued: Tensor | None,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """The textbook form, of rows of any length: one matrix of all pairs and a cross-entropy over its rows."""
-    candidates = keys if queued is None else torch.cat([keys, queued])
-    places, share = torch.arange(len(queries)), torch.ones(len(queries)) if weight is None else weight
-    loss = F.cross_entropy(scale * queries @ candidates.T, places, reduction="none")
-    if symmetric:
-        loss = (loss + F.cross_entropy(scale * keys @ queries.T, places, reduction="none")) / 2
-    return (loss * share).sum() / share.sum()
-
-
-def sup_con(
-    rows: Tensor,
-    labels: Tensor,
-    temperature: float,
-    queued: Tensor,
-    of_queued: Tensor,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """Eq. 2 of Khosla et al., term by term, with a weight of each row in the mean."""
-    candidates, names, losses = torch.cat([rows, queued]), torch.cat([labels, of_queued]).tolist(), []
-    weight, mass = torch.ones(len(rows)) if weight is None else weight, 0.0
-    for i, label in enumerate(labels.tolist()):
-        others = [j for j in range(len(candidates)) if j != i]
-        positives = [j for j in others if names[j] == label]
-        terms = [
-            rows[i] @ candidates[p] / temperature - (candidates[others] @ rows[i] / temperature).exp().sum().log()
-            for p in positives
-        ]
-        losses += [-weight[i] * sum(terms) / len(terms)] if terms else []
-        mass += float(weight[i]) if terms else 0.0
-    return sum(losses) / mass
+EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
+MARGIN, OPTIONS = 0.1, {"mask_margin": 0.1, "queue_size": 16}
+KINDS: dict[str, Callable[..., Any]] = {
+    "one way": partial(InfoNCELoss, 0.2, learn_temperature=True, **OPTIONS),
+    "symmetric": partial(InfoNCELoss, 0.2, symmetric=True, learn_temperature=True, **OPTIONS),
+    "siglip": partial(SigLIPLoss, 0.2, -1.0, **OPTIONS),
+    "dot": partial(InfoNCELoss, 0.2, symmetric=True, normalize=False),
+    "sup_con": partial(SupConLoss, 0.2, queue_size=14),
+}
+ALL = "negatives", "labels", "mask", "weight"
+LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
+Given = dict[str, Any]  # arguments of a call
+Queue = tuple[Tensor, Tensor]  # rows and labels
+NO_ROWS: Queue = torch.zeros(0, 4, dtype=torch.float64), LABELS[:0]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -75,60 +52,177 @@ def unit(rows: Tensor) -> Tensor:
     return F.normalize(rows, dim=1)
 
 
-LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
+def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 11, further: int = 9) -> Given:
+    """Return the arguments of a rank in a step; ``further``: rows of the other set, or of negatives."""
+    seeds, labels, given = itertools.count(1000 * step + 100 * rank), LABELS.roll(-rank - step), Given()
+    views = (2 + (rank + step) % 2,) * ("views" in names)
+    if kind == "sup_con":
+        given = {"embeddings": normal(count, *views, 4, seed=next(seeds)), "labels": labels[:count]}
+        if "reference" in names:
+            given["reference"] = normal(further, *views, 4, seed=next(seeds))
+            given["reference_labels"] = labels.roll(-1)[:further]
+    else:
+        given = {name: normal(count, 4, seed=next(seeds)) for name in ("queries", "keys")}
+        sizes = [count, count, *[further] * ("negatives" in names)]
+        if "negatives" in names:
+            given["negatives"] = normal(further, 4, seed=next(seeds))
+        if "labels" in names and step != 1:
+            given["labels"] = labels[:count]
+        if "mask" in names:
+            given["mask"] = tuple(normal(size, 3, seed=next(seeds)).detach() for size in sizes)
+    if "weight" in names:
+        given["sample_weight"] = torch.arange(count) + 0.5 + rank
+    return given
 
 
-@pytest.mark.parametrize("symmetric", [False, True], ids=["one way", "symmetric"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["dot", "cosine"])
-@pytest.mark.parametrize("queue_size", [0, 20])
-def test_info_nce_is_the_textbook_formula(
-    symmetric: bool, normalize: bool, queue_size: int, device: torch.device
+def joined(parts: list[Given], repeat: Any = Tensor.repeat_interleave) -> Given:
+    """Return the arguments of one process with the rows of all ranks, of which each view is a row."""
+    found: dict[str, list[Any]] = {name: [] for name in parts[0]}
+    for part in parts:
+        for name, rows in part.items():
+            of = "reference" if name == "reference_labels" else "embeddings"
+            if of in part and rows.ndim == 1 and part[of].ndim == 3:
+                rows = repeat(rows, part[of].shape[1])
+            found[name].append(rows.flatten(0, 1) if isinstance(rows, Tensor) and rows.ndim == 3 else rows)
+    return {
+        name: torch.cat(rows) if isinstance(rows[0], Tensor) else (*map(torch.cat, zip(*rows)),)
+        for name, rows in found.items()
+    }
+
+
+def left_out(given: Given, guides: tuple[Tensor, Tensor], second: int, of_queue: Tensor) -> Tensor:
+    """Return which candidates each pair leaves out: keys, negatives, queued. ``guides`` are of both sides."""
+    count = len(given["keys"])
+    found = torch.zeros(count, count + second + len(of_queue), dtype=torch.bool)
+    if "labels" in given:
+        others = torch.cat([given["labels"], torch.full((second,), -100), of_queue])
+        found |= (given["labels"][:, None] == others) & (others != -100)
+    if "mask" in given:
+        least = F.cosine_similarity(*given["mask"][:2]) - MARGIN
+        found[:, : count + second] |= unit(guides[0]) @ unit(guides[1]).T > least[:, None]
+    return found & ~torch.eye(*found.shape, dtype=torch.bool)
+
+
+def of_pairs(loss: Any, given: Given, queue: Queue, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the loss of all pairs by one matrix, and by a second one of keys among queries if it is symmetric."""
+    kept = unit if loss.normalize else torch.clone
+    queries, keys = kept(given["queries"]), kept(given["keys"])
+    negatives, weight = kept(given.get("negatives", keys[:0])), given.get("sample_weight", torch.ones(len(keys)))
+    first, second, third = (*given.get("mask", ()), *[torch.zeros(0, 3, dtype=torch.float64)] * 3)[:3]
+    among_keys = left_out(given, (first, torch.cat([second, third])), len(negatives), queue[1])
+    scores, places = scale * queries @ torch.cat([keys, negatives, queue[0]]).T, torch.arange(len(keys))
+    if bias is not None:
+        signs = 2 * torch.eye(*scores.shape, dtype=torch.float64) - 1
+        values = -F.logsigmoid(signs * (scores + bias)).masked_fill(among_keys, 0).sum(dim=1)
+    else:
+        values = F.cross_entropy(scores.masked_fill(among_keys, -math.inf), places, reduction="none")
+    if loss.symmetric:
+        others = (scale * keys @ queries.T).masked_fill(left_out(given, (second, first), 0, LABELS[:0]), -math.inf)
+        values = (values + F.cross_entropy(others, places, reduction="none")) / 2
+    return (values @ weight.double()) / weight.sum()
+
+
+def of_labels(loss: Any, given: Given, queue: Queue, scale: Tensor) -> Tensor:
+    """Return eq. 2 of Khosla et al., row by row; of a reference, as of ``ref_emb`` in pytorch-metric-learning."""
+    rows, names = given["embeddings"], given["labels"]
+    others, of_others = given.get("reference", rows), given.get("reference_labels", names)
+    kept = (of_others != -100).nonzero()[:, 0]
+    candidates, of_candidates = torch.cat([unit(others[kept]), queue[0]]), torch.cat([of_others[kept], queue[1]])
+    is_self = torch.zeros(len(rows), len(candidates), dtype=torch.bool)
+    if "reference" not in given:
+        is_self[kept, torch.arange(len(kept))] = True
+    total, mass = 0.0 * (rows.sum() + others.sum()), 1e-300
+    for i, weight in enumerate(given.get("sample_weight", torch.ones(len(rows)))):
+        positives = (of_candidates == names[i]) & ~is_self[i]
+        if names[i] != -100 and positives.any():
+            scores = scale * candidates @ unit(rows)[i]
+            total = total - weight * (scores[positives] - scores[~is_self[i]].logsumexp(dim=0)).mean()
+            mass += float(weight)
+    return total / mass
+
+
+def enqueued(loss: Any, given: Given, queue: Queue) -> Queue:
+    """Return the rows of the queue after a step."""
+    rows = given.get("keys", given.get("reference", given.get("embeddings")))
+    labels = given.get("reference_labels", given.get("labels", torch.full((len(rows),), -100)))
+    live = slice(None) if "keys" in given else labels != -100
+    new = unit(rows.detach()[live]), labels[live]
+    return (*(torch.cat(both)[-loss.queue_size :] for both in zip(queue, new)),)
+
+
+def numbers(step: int, rank: int, size: int) -> tuple[int, int]:
+    """Return how many pairs and further rows a rank has: in some steps one has none, in the last there is one pair."""
+    count, further = (11, 9) if size == 1 else (4 + rank, 3 + rank)
+    if step == 3 or (step, rank) == (2, 1):
+        further = 0
+    if step == 4:
+        return int(rank == size - 1), further
+    return 0 if size > 1 and (step, rank) == (1, 0) else count, further
+
+
+def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Queue, device: Any = "cpu") -> Queue:
+    """Compare loss and gradients of these steps with those of one matrix over all ranks; return the queue after them.
+
+    The controls leave out an argument or the queue, and mix the views.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    definition: Any = of_labels if kind == "sup_con" else of_pairs
+    learned = [*loss.parameters()]
+    theirs = [one.detach().cpu().clone().requires_grad_() for one in learned]
+    numbered = [theirs[0].exp() if theirs else torch.tensor(5.0), *theirs[1:]]
+    for step in steps:
+        parts = [draw(kind, names, step, each, *numbers(step, each, size)) for each in range(size)]
+        given = joined(parts)
+        expected = definition(loss, given, queue, *numbered)
+        value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), parts[rank]))
+        assert_close(value.cpu(), expected, **EXACT)
+        leaves = [rows for rows in parts[rank].values() if isinstance(rows, Tensor) and rows.requires_grad]
+        found = torch.autograd.grad(value, [*leaves, *learned])
+        for index, slope in enumerate(torch.autograd.grad(expected, [*leaves, *theirs], retain_graph=True)):
+            assert_close(found[index].cpu(), (size if index < len(leaves) else 1) * slope, **EXACT)
+        others = [(given, NO_ROWS)] * bool(len(queue[0]))
+        for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels"}:
+            if (name, kind) != ("labels", "sup_con"):
+                left = {other: rows for other, rows in given.items() if not other.startswith(name)}
+                if name == "negatives" and "mask" in left:
+                    left["mask"] = left["mask"][:2]
+                others.append((left, queue))
+        others += [(joined(parts, lambda rows, views: rows.repeat(views)), queue)] * ("views" in names)
+        for other, rows in others if step < 3 else ():
+            assert abs(definition(loss, other, rows, *numbered) - expected) > 1e-4
+        queue = enqueued(loss, given, queue) if loss.queue_size else queue
+    loss.queue.assert_synchronized()
+    return queue
+
+
+OF_PAIRS = ((), ("negatives",), ("labels",), ("mask",), ("mask", "negatives"), ("weight",), ALL)
+OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("reference", "views", "weight"))
+ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for names in OF_PAIRS]
+ARGUMENTS += [("dot", ()), ("dot", ("weight",)), *(("sup_con", names) for names in OF_LABELS)]
+
+
+@pytest.mark.parametrize(("kind", "names"), ARGUMENTS, ids=str)
+def test_one_process_is_the_textbook_formula(
+    kind: str, names: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In three steps of a queue that overflows, with the gradients of queries, keys and scale; one with weights."""
-    kept: Callable[[Tensor], Tensor] = unit if normalize else lambda rows: rows
-    options: dict[str, Any] = {"symmetric": symmetric, "normalize": normalize, "queue_size": queue_size}
-    loss = InfoNCELoss(0.2, learn_temperature=True, **options).double().to(device)
-    queued = None
-    for step in range(3):
-        queries, keys = normal(9, 5, seed=step), normal(9, 5, seed=9 + step)
-        assert loss.logit_scale is not None
-        scale = loss.logit_scale.detach().cpu().requires_grad_()
-        weight = torch.arange(9.0).double() if step == 1 else None
-        theirs = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued, weight)
-        without = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, queued)
-        assert torch.equal(without, theirs) == (step != 1)  # control
-        alone = info_nce(kept(queries), kept(keys), scale.exp(), symmetric, None, weight)
-        given = [rows.detach().to(device).requires_grad_() for rows in (queries, keys)]
-        ours = loss(*given, sample_weight=None if weight is None else weight.to(device))
-        assert_close(ours.cpu(), theirs, **EXACT)
-        assert (abs(alone - ours.cpu()) > 1e-3) == (queued is not None)  # the control: without the queue
-        found = torch.autograd.grad(ours, (*given, loss.logit_scale))
-        for mine, other in zip(found, torch.autograd.grad(theirs, (queries, keys, scale))):
-            assert_close(mine.cpu(), other, **EXACT)
-        fixed = InfoNCELoss(loss.temperature, **options | {"queue_size": 0})
-        assert_close(fixed(queries, keys, sample_weight=weight), alone, **EXACT)
-        if queue_size:
-            held = kept(keys).detach()
-            queued = held if queued is None else torch.cat([queued, held])
-            queued = queued[-queue_size:]
+    """In five steps of a queue that overflows; every other one in blocks of five queries."""
+    loss, queue = KINDS[kind]().double().to(device), NO_ROWS
+    for step in range(5):
+        with monkeypatch.context() as patch:
+            if step % 2:
+                patch.setattr(embeddings_base, "FEWEST_ANCHORS", 5)
+                patch.setitem(TABLE, device.type, TABLE["cpu"]._replace(similarities_at_once=1))
+            queue = compare(kind, names, range(step, step + 1), loss, queue, device)
 
 
-@pytest.mark.parametrize("queue_size", [0, 14])
-def test_sup_con_is_the_formula_of_the_paper(queue_size: int, device: torch.device) -> None:
-    loss, queued, of_queued = SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double(), LABELS[:0]
-    for step in range(3):
-        rows, order = normal(11, 4, seed=step), torch.randperm(11, generator=torch.Generator().manual_seed(step))
-        labels = LABELS[order]
-        live = labels != -100
-        weight = torch.arange(11.0).double() if step == 1 else torch.ones(11).double()
-        theirs = sup_con(unit(rows[live]), labels[live], 0.2, queued, of_queued, weight[live])
-        given = rows.detach().to(device).requires_grad_()
-        ours = loss(given, labels.to(device), sample_weight=weight.to(device) if step == 1 else None)
-        assert_close(ours.cpu(), theirs, **EXACT)
-        assert_close(torch.autograd.grad(ours, given)[0].cpu(), torch.autograd.grad(theirs, rows)[0], **EXACT)
-        if queue_size:
-            queued = torch.cat([queued, unit(rows[live]).detach()])[-queue_size:]
-            of_queued = torch.cat([of_queued, labels[live]])[-queue_size:]
+OVER_RANKS = [(kind, ALL) for kind in ("one way", "symmetric", "siglip")]
+OVER_RANKS += [("sup_con", names) for names in (("views",), ("reference", "views", "weight"))]
+
+
+@pytest.mark.parametrize(("kind", "names"), OVER_RANKS, ids=str)
+@on_ranks()
+def test_ranks_are_the_textbook_formula(rank: int, kind: str, names: tuple[str, ...]) -> None:
+    compare(kind, names, range(5), KINDS[kind]().double(), NO_ROWS)
 
 
 def test_two_views_are_the_loss_of_simclr() -> None:
@@ -142,138 +236,60 @@ def test_two_views_are_the_loss_of_simclr() -> None:
     assert abs(SupConLoss(0.5)(views.flatten(0, 1), labels.sort().values) - expected) > 1e-3
 
 
-@pytest.mark.parametrize("queue_size", [0, 14])
-@on_ranks()
-def test_views_are_rows_with_the_label_of_their_row(rank: int, queue_size: int) -> None:
-    """The formula of the paper over all views of all ranks, in three steps; a rank has none in the second.
-
-    The control gives the views of a row different labels.
-    """
-    world_size, loss, queued = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double()
-    of_queued = LABELS[:0]
-    for step in range(3):
-        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
-        views = [normal(count, 2 + (r + step) % 2, 4, seed=10 * step + r) for r, count in enumerate(counts)]
-        labels = [LABELS[r + step :][:count] for r, count in enumerate(counts)]
-        rows = torch.cat([part.flatten(0, 1) for part in views])
-        of_rows = torch.cat([names.repeat_interleave(part.shape[1]) for names, part in zip(labels, views)])
-        mixed = torch.cat([names.repeat(part.shape[1]) for names, part in zip(labels, views)])
-        theirs, control = (
-            sup_con(unit(rows[names != -100]), names[names != -100], 0.2, queued, of_queued)
-            for names in (of_rows, mixed)
-        )
-        ours = loss(views[rank], labels[rank][:, None] if step else labels[rank])
-        assert_close(ours, theirs, **EXACT)
-        assert abs(control - theirs) > 1e-3
-        (expected,) = torch.autograd.grad(theirs, views[rank])
-        assert_close(torch.autograd.grad(ours, views[rank])[0], world_size * expected, **EXACT)
-        if queue_size:
-            live = of_rows != -100
-            queued = torch.cat([queued, unit(rows[live]).detach()])[-queue_size:]
-            of_queued = torch.cat([of_queued, of_rows[live]])[-queue_size:]
+def columns(count: int = 12) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [F.normalize(torch.randn(count, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(8)]
 
 
-def of_reference(
-    rows: Tensor, labels: Tensor, others: Tensor, names: Tensor, temperature: float, weight: Tensor
-) -> Tensor:
-    """Eq. 2 of Khosla et al. with the rows of another set as candidates, as pytorch-metric-learning's ``ref_emb``.
-
-    The mean over p of the rows with the label of i of -log(exp(x_ip / t) / sum over all j of exp(x_ij / t)), and over i
-    the mean with weights of those that have one.
-    """
-    losses, mass = [0.0 * (rows.sum() + others.sum())], 1e-300
-    for i, label in enumerate(labels.tolist()):
-        scores = others @ rows[i] / temperature
-        terms = [scores[p] - scores.exp().sum().log() for p, name in enumerate(names.tolist()) if name == label]
-        if terms:
-            losses.append(-weight[i] * sum(terms) / len(terms))
-            mass += float(weight[i])
-    return sum(losses) / mass
+def test_siglip_is_that_of_open_clip() -> None:
+    """SigLipLoss: the sum of softplus(-z (s x + b)) over the matrix, divided by the rows."""
+    image, text, *_ = columns()
+    logits = 10.0 * image @ text.T - 10.0
+    z = torch.full((12, 12), -1.0).double().fill_diagonal_(1.0)
+    expected = F.softplus(-z * logits).sum() / 12
+    assert_close(SigLIPLoss(learn=False)(image, text), expected, **EXACT)
+    assert abs(SigLIPLoss(bias=-9.0)(image, text) - expected) > 1e-3
 
 
-@pytest.mark.parametrize("queue_size", [0, 14])
-@on_ranks()
-def test_a_reference_is_the_other_set(rank: int, queue_size: int) -> None:
-    """Against the formula over all ranks, with weights of classes, in five steps.
-
-    A rank has no anchors in the second and no reference in the third step; no rank has a reference in the fourth. Rows
-    of the reference have views and are ignored like the anchors, and enter the queue. The control ranks the anchors.
-    """
-    world_size, loss = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size)
-    queued, of_queued, class_weight = torch.zeros(0, 4).double(), LABELS[:0], torch.arange(1.0, 13.0).double()
-    for step in range(5):
-        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
-        numbers = [0 if step == 3 or (step == 2 and r == 1) else 3 + r for r in range(world_size)]
-        rows = [normal(count, 4, seed=10 * step + r) for r, count in enumerate(counts)]
-        views = [normal(number, 2, 4, seed=99 + 10 * step + r) for r, number in enumerate(numbers)]
-        labels = [LABELS.roll(-r - step)[:count] for r, count in enumerate(counts)]
-        names = [LABELS.roll(-r - step - 1)[:number] for r, number in enumerate(numbers)]
-        all_rows, of_rows = unit(torch.cat(rows)), torch.cat(labels)
-        others, of_others = unit(torch.cat(views).flatten(0, 1)), torch.cat(names).repeat_interleave(2)
-        candidates = torch.cat([others[of_others != -100], queued])
-        of_candidates = torch.cat([of_others[of_others != -100], of_queued])
-        live, weight = of_rows != -100, class_weight[of_rows.clamp(-2)]
-        weight = torch.ones(len(of_rows)).double() if step % 2 else weight
-        given = all_rows[live], of_rows[live], candidates, of_candidates, 0.2
-        theirs = of_reference(*given, weight[live])
-        ours = loss(
-            rows[rank],
-            labels[rank],
-            reference=views[rank],
-            reference_labels=names[rank],
-            sample_weight=None if step % 2 else class_weight[labels[rank].clamp(-2)],
-        )
-        assert_close(ours, theirs, **EXACT)
-        if step in (0, 4):  # the controls
-            assert abs(of_reference(*given, torch.ones(len(of_rows)).double()) - theirs) > 1e-3
-        if step != 3:
-            control = sup_con(all_rows[live], of_rows[live], 0.2, queued, of_queued, weight[live])
-            assert abs(control - theirs) > 1e-3
-        for mine in (rows[rank], views[rank]):
-            (expected,) = torch.autograd.grad(theirs, mine, retain_graph=True)
-            (found,) = torch.autograd.grad(ours, mine, retain_graph=True)
-            assert_close(found, world_size * expected, **EXACT)
-        if queue_size:
-            queued = torch.cat([queued, others[of_others != -100].detach()])[-queue_size:]
-            of_queued = torch.cat([of_queued, of_others[of_others != -100]])[-queue_size:]
-            loss.queue.assert_synchronized()
+def test_hard_negatives_are_those_of_sentence_transformers() -> None:
+    """MultipleNegativesRankingLoss: all positives and all negatives of the batch are candidates of each anchor."""
+    anchor, positive, *negatives = columns()[:4]
+    scores = 20.0 * anchor @ torch.cat([positive, *negatives]).T
+    expected = F.cross_entropy(scores, torch.arange(12))
+    loss = InfoNCELoss(1 / 20)
+    assert_close(loss(anchor, positive, torch.stack(negatives, dim=1)), expected, **EXACT)
+    assert_close(loss(anchor, positive, torch.cat(negatives)), expected, **EXACT)
+    assert abs(loss(anchor, positive) - expected) > 1e-3
 
 
-@on_ranks()
-def test_a_reference_on_one_process_only_is_refused_on_all(rank: int) -> None:
-    """In the first and the second step; so are one without labels and one of another dtype. The next call is right."""
-    loss, rows, labels = SupConLoss(), normal(6, 4), torch.arange(6) % 3
-    both = {"reference": rows, "reference_labels": labels}
-    wrong: dict[str, dict[str, Any]] = {
-        "Pass it on every rank or on none|embeddings": {},
-        "reference, reference_labels: expected both or none of them": {"reference": rows},
-        "reference: expected torch.float64": {**both, "reference": rows.float()},
-        r"reference: expected rows of 4 numbers": {**both, "reference": rows[:, :3]},
-        r"labels: expected shape \(6,\) or \(6, 1\), one entry per row of reference": {
-            **both,
-            "reference_labels": labels[:3],
-        },
-    }
-    for text, given in wrong.items():
-        for _ in range(2):
-            with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
-                loss(rows, labels, **(given if rank == 0 else both))
-    assert_close(loss(rows, labels, **both), loss(rows, labels, **both))
+def test_a_mask_is_that_of_gist() -> None:
+    """GISTEmbedLoss without the contrasts among anchors and among positives, with an absolute margin."""
+    anchor, positive, negative, *guides = columns()[:6]
+    scores = torch.cat([anchor @ positive.T, anchor @ negative.T], dim=1) / 0.01
+    of_guide = torch.cat([guides[0] @ guides[1].T, guides[0] @ guides[2].T], dim=1)
+    is_false = of_guide > of_guide.diagonal()[:, None] - MARGIN
+    is_false[torch.arange(12), torch.arange(12)] = False
+    expected = F.cross_entropy(scores.masked_fill(is_false, -math.inf), torch.arange(12))
+    loss = InfoNCELoss(0.01, mask_margin=MARGIN)
+    assert_close(loss(anchor, positive, negative, mask=guides), expected, **EXACT)
+    assert abs(loss(anchor, positive, negative) - expected) > 1e-3
 
 
-def test_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = normal(30, 4), normal(30, 4, seed=1)
-    labels = torch.arange(30) % 7
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_copies_of_a_key_are_left_out(dtype: torch.dtype) -> None:
+    """A guide finds a copy as similar as the key, however both are rounded: the other 29 pairs do not count."""
+    queries, keys = torch.randn(2, 30, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys[:] = keys[0]
+    assert InfoNCELoss()(queries, keys, mask=(queries, keys)) == 0
+    assert InfoNCELoss()(queries, keys) > 3
 
-    def outcome() -> tuple[Tensor, ...]:
-        values = InfoNCELoss(symmetric=True)(*inputs), SupConLoss()(inputs[0], labels)
-        values = *values, SupConLoss()(inputs[0], labels, reference=inputs[1], reference_labels=labels.flip(0))
-        return *values, *torch.autograd.grad(sum(values), inputs)
 
-    whole = outcome()
-    monkeypatch.setattr(embeddings_base, "FEWEST_ANCHORS", 7)
-    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=1))
-    assert_close(outcome(), whole, **EXACT)
+def test_sums_of_a_sigmoid_keep_their_digits() -> None:
+    """Pairs far from the boundary: the float32 error is that of its scores, and no loss is rounded to 0."""
+    image, text, *_ = columns()
+    exact = SigLIPLoss(0.02, -10.0, learn=False)(image, text)
+    assert_close(SigLIPLoss(0.02, -10.0, learn=False)(image.float(), text.float()).double(), exact, rtol=1e-5, atol=0)
+    assert SigLIPLoss(0.5, -60.0, learn=False)(image, text).isfinite()
 
 
 @pytest.mark.parametrize("name", ["one way", "symmetric", "two views", "eight of a label"])
@@ -290,7 +306,9 @@ def test_pairs_that_are_far_apart_keep_their_digits(temperature: float, name: st
 
     def naive(first: Tensor, second: Tensor) -> Tensor:
         if name in ("one way", "symmetric"):
-            return info_nce(unit(first), unit(second), 1 / temperature, name == "symmetric", None)
+            scores, places = unit(first) @ unit(second).T / temperature, torch.arange(count)
+            values = [F.cross_entropy(one, places) for one in (scores, scores.T)[: 1 + (name == "symmetric")]]
+            return sum(values) / len(values)
         rows, others = unit(torch.cat([first, second])), ~torch.eye(2 * count, dtype=torch.bool)
         same = (labels[:, None] == labels) & others
         target = same.to(rows) / same.sum(dim=1, keepdim=True)
@@ -369,7 +387,7 @@ def test_the_scale_is_clamped_and_comes_back() -> None:
             loss.logit_scale.fill_(math.log(50.0))
         assert loss.temperature == pytest.approx(1 / 30)
         value = loss(queries, keys)
-        assert_close(value.detach(), info_nce(queries, keys, 30.0, False, None), **EXACT)
+        assert_close(value.detach(), F.cross_entropy(30.0 * queries @ keys.T, torch.arange(6)), **EXACT)
         value.backward()
         slope = loss.logit_scale.grad.item()
         assert slope == 0.0 if is_held else slope > 1.0
@@ -427,6 +445,81 @@ def test_the_parameter_of_a_model_may_be_the_scale() -> None:
 
 
 @on_ranks()
+def test_no_negatives_on_any_rank_and_collectives(rank: int) -> None:
+    """Negatives take a gather and a reduce-scatter more than pairs alone, and the backward takes none."""
+    loss, rows, totals = KINDS["siglip"](queue_size=0).double(), draw("siglip", ("negatives", "labels"), 0, rank), []
+    negatives = rows.pop("negatives")
+    for further in ({}, *({"negatives": part} for part in (negatives[:0], negatives, negatives.reshape(3, 3, 4)))):
+        for _ in range(2):
+            with CollectiveCounter() as forward:
+                value = loss(**rows, **further)
+        with CollectiveCounter() as backward:
+            value.backward()
+        assert backward.total == 0
+        totals.append((forward.total, float(value)))
+    (alone, first), (_, second), (more, third), (_, fourth) = totals
+    assert more == alone + 2
+    assert first == second != third == fourth
+
+
+@pytest.mark.parametrize("kind", ["one way", "siglip"])
+@on_ranks()
+def test_what_is_not_finite_makes_the_loss_nan_on_every_rank(rank: int, kind: str) -> None:
+    """A guide of a query, a key or a negative of the last rank, in both steps, or a negative that the guide leaves out.
+
+    The gradient of the latter would be NaN with a finite loss.
+    """
+    loss, given, is_last = KINDS[kind]().double(), draw(kind, ALL, 0, rank), rank == dist.get_world_size() - 1
+    *guides, negatives = *given["mask"], given["negatives"].detach()
+    left_out_all = [*(torch.eye(2)[i].double().expand(len(guide), 2) for i, guide in zip((0, 1, 0), guides)), negatives]
+    cases = [([*guides, negatives], place) for place in range(3)] + [(left_out_all, 3)]
+    for (tensors, place), odd in itertools.product(cases, (math.nan, math.inf, 1.0)):
+        *mask, negatives = (rows.clone() for rows in tensors)
+        (*mask, negatives)[place][-1] = odd if is_last else 1.0
+        for _ in range(2):
+            found = loss(**{**given, "mask": tuple(mask), "negatives": negatives})
+            assert found.isnan() == (odd != 1.0)  # the control: finite ones
+
+
+@pytest.mark.parametrize("kind", ["one way", "siglip"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@on_ranks()
+def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None:
+    """Through pooled_backward, with three columns and labels; the learned scale and bias belong to the model."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(6, 12, generator=generator, dtype=torch.float64))
+            self.contrast = KINDS[kind]().double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).reshape(len(x), 3, 4)
+
+    rows, labels = torch.randn(17, 6, generator=torch.Generator().manual_seed(1)).double(), torch.arange(17) % 7
+    counts = split(17, dist.get_world_size(), 0)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    reference, model = Encoder(), Encoder()
+    reference.contrast.gather_distributed = False
+
+    def loss_of(contrast: nn.Module, columns: Tensor, labels: Tensor) -> Tensor:
+        return contrast(columns[:, 0], columns[:, 1], columns[:, 2:], labels=labels)
+
+    wrapped = wrap(model, wrapper)
+    value = fullrank.pooled_backward(
+        wrapped,
+        [rows[own][:1], rows[own][1:]],
+        forward=wrapped,
+        loss=lambda columns, _: loss_of(model.contrast, columns, labels[own]),
+    )
+    expected = loss_of(reference.contrast, reference(rows), labels)
+    expected.backward()
+    assert_close(value, expected.detach(), **EXACT)
+    assert_close(gradient(model), gradient(reference), **EXACT)
+
+
+@on_ranks()
 def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
     """The gradient of the scale is that of one process before any wrapper has touched it. Control: own keys only."""
     world_size = dist.get_world_size()
@@ -441,15 +534,15 @@ def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
         (slope,) = torch.autograd.grad(value, loss.logit_scale)
     assert forward.total in (3, 4)  # the first rows of a group do not travel behind the header
     assert backward.total == 0
-    of_all = info_nce(unit(queries), unit(keys), loss.logit_scale.exp(), True, None)
+    of_all = of_pairs(loss, {"queries": queries, "keys": keys}, NO_ROWS, loss.logit_scale.exp())
     assert_close(slope, torch.autograd.grad(of_all, loss.logit_scale)[0], **EXACT)
-    part = info_nce(unit(queries[own]), unit(keys[own]), loss.logit_scale.exp(), True, None)
+    part = of_pairs(loss, {"queries": queries[own], "keys": keys[own]}, NO_ROWS, loss.logit_scale.exp())
     assert abs(part - of_all) > 0.1
     loss.max_logit_scale = 5.0  # held there: only a gradient of all processes together that lowers the scale counts
     limit = torch.tensor(math.log(5.0), dtype=torch.float64, requires_grad=True)
     value = loss(queries[own], keys[own])
     (slope,) = torch.autograd.grad(value, loss.logit_scale)
-    of_all = info_nce(unit(queries), unit(keys), limit.exp(), True, None)
+    of_all = of_pairs(loss, {"queries": queries, "keys": keys}, NO_ROWS, limit.exp())
     (expected,) = torch.autograd.grad(of_all, limit)
     assert_close(value, of_all, **EXACT)
     assert_close(slope.reshape(()), expected.clamp_min(0), **EXACT)
@@ -459,21 +552,19 @@ def test_collectives_and_the_same_scale_on_every_process(rank: int) -> None:
     assert without.total in (2, 3)  # nothing to reduce and scatter
 
 
+@pytest.mark.parametrize(("kind", "name"), [("one way", "logit_scale"), ("siglip", "logit_bias")])
 @on_ranks()
-def test_different_scales_and_widths_raise_on_every_process(rank: int) -> None:
+def test_different_scales_and_widths_raise_on_every_process(rank: int, kind: str, name: str) -> None:
     """In the first and in the second step; the next step is right, and the queue is as it was."""
-    loss = InfoNCELoss(learn_temperature=True, queue_size=8)
-    rows = normal(4, 3, seed=rank)
+    loss, rows = KINDS[kind](), normal(4, 3, seed=rank)
     for _ in range(2):
-        assert loss.logit_scale is not None
-        held, kept = len(loss.queue), loss.logit_scale.detach().clone()
-        with torch.no_grad():
-            loss.logit_scale += rank
-        kind, text = error_of(lambda: loss(rows, rows))
-        assert kind == "RuntimeError"
-        assert "InfoNCELoss: logit_scale: expected the same on every rank, got [2.6" in text
-        with torch.no_grad():
-            loss.logit_scale.copy_(kept)
+        held, learned = len(loss.queue), getattr(loss, name)
+        kept = learned.detach().clone()
+        learned.data += rank
+        error, text = error_of(lambda: loss(rows, rows))
+        assert error == "RuntimeError"
+        assert f"{type(loss).__name__}: {name}: expected the same on every rank, got [{float(kept):.1f}" in text[:120]
+        learned.data = kept
         assert error_of(partial(loss, *[normal(4, 3 + rank)] * 2))[0] == "ValueError"
         assert len(loss.queue) == held
         assert loss(rows, rows).isfinite()
@@ -494,7 +585,8 @@ def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int, redu
     wrap(holder, "fsdp2")
     own = rows.split([1] * (world_size - 1) + [9 - world_size])[rank]
     holder.contrast(own, own**2).backward()
-    (expected,) = torch.autograd.grad(info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), scale)
+    of_all = of_pairs(holder.contrast, {"queries": rows, "keys": rows**2}, NO_ROWS, scale.exp())
+    (expected,) = torch.autograd.grad(of_all, scale, retain_graph=True)
     assert_close(whole(holder.contrast.logit_scale.grad), expected, **EXACT)
     # Another loss, or another scale, on another process: all raise, in the first and in the second step.
     plain = InfoNCELoss(learn_temperature=True, gradient_reduction=reduction).double()
@@ -504,4 +596,4 @@ def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int, redu
             mine, second = (holder.contrast, own) if rank == 0 else (other, labels if other is not plain else own)
             text = error_of(partial(mine, own, second))[1]
             assert ("SupConLoss on rank" if other is not plain else "logit_scale is sharded: True on rank") in text
-    assert_close(holder.contrast(own, own**2), info_nce(unit(rows), unit(rows**2), scale.exp(), False, None), **EXACT)
+    assert_close(holder.contrast(own, own**2), of_all, **EXACT)
