@@ -6,6 +6,7 @@ wrong by themselves), and how they can differ from those of the other ranks (``d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import gradient_cases
 import torch
 from faults import Arguments, Fault
 from loss_cases import FORMS, Form
+from refusals import BINARY, LOGITS, TARGETS, refused_rows
 from torch import Tensor
 
 import fullrank
@@ -51,49 +53,6 @@ def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Faul
     return Fault(lambda arguments: {name: make(len(next(iter(arguments.values()))))}, error, text)
 
 
-_WEIGHTS = {
-    "weight not a tensor": _given("sample_weight", lambda n: [1.0] * n, "TypeError", "weight: expected a tensor"),
-    "weight shape": _given("sample_weight", lambda n: torch.ones(n + 1), "ValueError", "sample_weight: expected "),
-    "weight dtype": _given("sample_weight", lambda n: torch.ones(n, dtype=torch.bool), "TypeError", "real numbers"),
-    "negative weight": _given("sample_weight", lambda n: -torch.ones(n), "ValueError", "numbers >= 0, got -1.0"),
-    "weight not finite": _given("sample_weight", lambda n: torch.full((n,), torch.nan), "ValueError", "got nan"),
-}
-_FOREIGN = "expected a tensor on "
-
-
-def _floats(name: str) -> dict[str, Fault]:
-    """Return the faults of floating-point rows; the other arguments are expected where they are."""
-    return {
-        f"{name} not a tensor": _wrong(name, lambda x: x.tolist(), "TypeError", f"{name}: expected a tensor, got [["),
-        f"integer {name}": _wrong(name, lambda x: x.detach().long(), "TypeError", "expected a floating-point tensor"),
-        f"sparse {name}": _wrong(name, lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-        f"{name} elsewhere": _wrong(name, lambda x: x.to("meta"), "ValueError", _FOREIGN + "meta"),
-    }
-
-
-def _entries(name: str, given: str = "a tensor") -> dict[str, Fault]:
-    """Return the faults of what has an entry for each row."""
-    return {
-        f"{name} not a tensor": _wrong(name, lambda y: y.tolist(), "TypeError", f"{name}: expected {given}"),
-        f"number of {name}": _wrong(name, lambda y: y[:-1], "ValueError", f"{name}: expected "),
-        f"{name} elsewhere": _wrong(name, lambda y: y.to("meta"), "ValueError", _FOREIGN + "cpu"),
-    }
-
-
-_CLASS_TARGETS = {
-    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "targets: expected class indices in [0, 3)"),
-    "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "targets: expected class indices in [0, 3)"),
-}
-_BAD_ROWS = {
-    "dimensions of logits": _wrong("logits", lambda x: x[:, 0], "ValueError", "logits: expected shape (N, 3)"),
-    "columns": _wrong("logits", lambda x: torch.cat([x, x], dim=1), "ValueError", "logits: expected shape (N, 3)"),
-    **_floats("logits"),
-    **_entries("targets"),
-    **_CLASS_TARGETS,
-    "mask shape": _given("iid_mask", lambda n: torch.ones(n - 1, dtype=torch.bool), "ValueError", "iid_mask: expected"),
-    "mask dtype": _given("iid_mask", lambda n: torch.ones(n), "TypeError", "iid_mask: expected a bool tensor"),
-    **_WEIGHTS,
-}
 _PRESENCE = ". Pass it on every rank or on none."
 _ALONE = "A rank that works alone, such as in validation, sets gather_distributed=False on its losses."
 _OTHER_WEIGHTS = {"weights": _given("sample_weight", lambda n: torch.ones(n), "ValueError", _PRESENCE)}
@@ -108,113 +67,55 @@ def _different(name: str, dtype: str = "float32 (N, 3) with gradient on cpu") ->
     }
 
 
-_DIFFERENT_ROWS = _different("logits") | {
-    "mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", _PRESENCE)
-}
-_BAD_INPUTS = _floats("inputs") | _entries("targets") | _WEIGHTS
-_CLASS_INPUTS = _CLASS_TARGETS | {
-    "dimensions of inputs": _wrong("inputs", lambda x: x[:, 0], "ValueError", "inputs: expected shape (N, C, *)"),
-    "one class": _wrong("inputs", lambda x: x[:, :1], "ValueError", "at least two classes"),
-}
 _DIFFERENT_ELEMENTS = _different("inputs", "inputs: 'float")
-_BINARY_INPUTS = {
-    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "expected numbers in [0, 1], got -1.0"),
-    "shape of targets": _wrong("targets", lambda y: y[:, :1], "ValueError", "targets: expected the shape of inputs"),
-}
-_BAD_INDEXES = _entries("indexes", "a tensor or None") | {
-    "shape of indexes": _wrong("indexes", lambda i: i[:, None], "ValueError", "Use indexes.squeeze(1)."),
-    "float indexes": _wrong("indexes", lambda i: i.double(), "TypeError", "indexes: expected a tensor of integers"),
-    "bool indexes": _wrong("indexes", lambda i: i > 0, "TypeError", "indexes: expected a tensor of integers"),
-}
-_BAD_QUERIES = _BAD_INDEXES | {
-    "targets of -1": _wrong("targets", lambda y: 2 * y - 1, "ValueError", "got -1. Use (targets > 0).long()")
-}
-_DIFFERENT_QUERIES = _OTHER_WEIGHTS | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "got indexes: ")}
-_BAD_EMBEDDINGS = {
-    "dimensions": _wrong("embeddings", lambda x: x[:, 0], "ValueError", "embeddings: expected shape (N, D)"),
-    "no features": _wrong("embeddings", lambda x: x[:, :0], "ValueError", "embeddings: expected shape (N, D)"),
-    "float labels": _wrong("labels", lambda y: y.double(), "TypeError", "labels: expected integers or bools"),
-    **_floats("embeddings"),
-    **_entries("labels"),
-    **_WEIGHTS,
-}
 _DIFFERENT_EMBEDDINGS = _different("embeddings") | {
     "features": _wrong("embeddings", lambda x: x[:, :2], "ValueError", "float64 (N, 2) with gradient")
 }
-
-
-def _reference(rows: Tensor | None, count: int, text: str, error: str = "ValueError") -> Fault:
-    """Pass another set with labels for ``count`` rows."""
-    labels = torch.arange(count) if count else None
-    return Fault(lambda given: {"reference": rows, "reference_labels": labels}, error, text)
-
-
-_FOUR = torch.zeros(4, 3, dtype=torch.float64)
-_BAD_REFERENCE = {
-    "reference without labels": _reference(_FOUR, 0, "expected both or none of them"),
-    "labels of no reference": _reference(None, 4, "expected both or none of them"),
-    "dtype of the reference": _reference(_FOUR.float(), 4, "reference: expected torch.float64")._replace(
-        kind="TypeError"
-    ),
-    "width of the reference": _reference(_FOUR[:, :2], 4, "reference: expected rows of 3 numbers"),
-    "labels of the reference": _reference(
-        _FOUR, 3, "labels: expected shape (4,) or (4, 1), one entry per row of refer"
-    ),
+_FURTHER = torch.zeros(4, 3, dtype=torch.float64)
+_REFERENCE = {"reference": _FURTHER, "reference_labels": torch.arange(4)}
+# By the name of a loss, or by what it is called with.
+_DIFFERENCES = {
+    "scores": _different("logits")
+    | {"mask": _given("iid_mask", lambda n: torch.ones(n, dtype=torch.bool), "ValueError", _PRESENCE)},
+    "queries": _OTHER_WEIGHTS | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "got indexes: ")},
+    "grades": _different("logits", "float32 (N) with gradient on cpu")
+    | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: ")},
+    "embeddings": _DIFFERENT_EMBEDDINGS,
+    "sup_con": _DIFFERENT_EMBEDDINGS | {"reference": Fault(lambda given: _REFERENCE, "ValueError", _PRESENCE)},
+    "pairs": {
+        "dtype": Fault(
+            lambda given: {name: x.float() for name, x in given.items()}, "ValueError", "float32 (N, 3) with"
+        ),
+        "width": Fault(
+            lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"
+        ),
+        "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
+        "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
+        "negatives": _given("negatives", lambda n: _FURTHER, "ValueError", _PRESENCE),
+        "labels": _given("labels", torch.arange, "ValueError", _PRESENCE),
+        "mask": _given("mask", lambda n: (torch.ones(n, 3),) * 2, "ValueError", _PRESENCE),
+        **_OTHER_WEIGHTS,
+    },
+    "classes": _DIFFERENT_ELEMENTS,
+    "elements": _DIFFERENT_ELEMENTS,
+    "softmax_focal": _DIFFERENT_ELEMENTS
+    | {"classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")},
+    "parts": {"gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)},
 }
-_BAD_GRADES = {
-    "negative": _wrong("relevance", lambda y: -1 - y, "ValueError", "relevance: expected numbers >= 0, finite, or"),
-    "not finite": _wrong("relevance", lambda y: y / 0.0, "ValueError", "relevance: expected numbers >= 0"),
-    "columns": _wrong("logits", lambda x: x.expand(-1, 2), "ValueError", "logits: expected shape (N,) or (N, 1)"),
-    **_floats("logits"),
-    **_entries("relevance"),
-    **_BAD_INDEXES,
-    **_WEIGHTS,
-}
 
 
-def _masked(
-    sizes: Callable[[int], tuple[int, ...]], text: str, error: str = "ValueError", width: int = 3, **further: Tensor
-) -> Fault:
-    """Pass a guide for as many rows of each side, the last of another width, and further arguments."""
-
-    def change(given: Arguments) -> Arguments:
-        *counts, last = sizes(len(given["keys"]))
-        return {"mask": (*(torch.ones(count, 3) for count in counts), torch.ones(last, width)), **further}
-
-    return Fault(change, error, text)
-
-
-_BAD_PAIRS = {
-    **_floats("queries"),
-    "dtype of keys": _wrong("keys", lambda x: x.float(), "TypeError", "Use keys.to(torch.float64)."),
-    "dimensions": _wrong("keys", lambda x: x[:, 0], "ValueError", "keys: expected shape (N, D)"),
-    "number of keys": _wrong("keys", lambda x: x[1:], "ValueError", "Row i of the keys is the positive of row i"),
-    "width of queries": _wrong("queries", lambda x: x[:, :2], "ValueError", "keys: expected shape"),
-    "keys not a tensor": _wrong("keys", lambda x: x.tolist(), "TypeError", "keys: expected a tensor"),
-    "sparse keys": _wrong("keys", lambda x: x.to_sparse(), "TypeError", "expected a dense tensor"),
-    "keys elsewhere": _wrong("keys", lambda x: x.to("meta"), "ValueError", _FOREIGN + "cpu, as queries"),
-    "number of labels": _given("labels", lambda n: torch.arange(n - 1), "ValueError", "one entry per row of queries"),
-    "labels as negatives": _given("negatives", torch.arange, "TypeError", "pass labels="),
-    "width of negatives": _given("negatives", lambda n: _FOUR[:, :2], "ValueError", "expected rows of 3 numbers"),
-    "dtype of negatives": _given("negatives", lambda n: _FOUR.float(), "TypeError", "expected torch.float64"),
-    "mask that is no tuple": _given("mask", lambda n: torch.ones(n, 3), "TypeError", "mask: expected a tuple"),
-    "mask of one side": _masked(lambda n: (n,), "of a guide, of queries, keys, got 1", "TypeError"),
-    "mask without negatives": _masked(lambda n: (n, n), "keys, negatives, got 2", "TypeError", negatives=_FOUR),
-    "rows of a mask": _masked(lambda n: (n, n - 1), "mask of keys: expected "),
-    "width of a mask": _masked(lambda n: (n, n), "mask of keys: expected rows of 3", width=2),
-    "mask of negatives": _masked(lambda n: (n, n, 3), "mask of negatives: expected 4 rows", negatives=_FOUR),
-    **_WEIGHTS,
-}
-_DIFFERENT_PAIRS = {
-    "dtype": Fault(lambda given: {name: x.float() for name, x in given.items()}, "ValueError", "float32 (N, 3) with"),
-    "width": Fault(lambda given: {name: x[:, :2] for name, x in given.items()}, "ValueError", "float64 (N, 2) with"),
-    "gradient of keys": _wrong("keys", lambda x: x.detach(), "ValueError", _ALONE),
-    "gradient of queries": _wrong("queries", lambda x: x.detach(), "ValueError", _ALONE),
-    "negatives": _given("negatives", lambda n: _FOUR, "ValueError", _PRESENCE),
-    "labels": _given("labels", torch.arange, "ValueError", _PRESENCE),
-    "mask": _masked(lambda n: (n, n), _PRESENCE),
-    **_OTHER_WEIGHTS,
-}
+def _refused(form: Form) -> dict[str, Fault]:
+    """Return the first value of each row of what one process refuses, and rows on another device."""
+    right = form.arguments(LOGITS, TARGETS, BINARY)
+    first = next(iter(right))
+    elsewhere = Fault(lambda given: {first: right[first].to("meta")}, "ValueError", "expected a tensor on meta")
+    found = {f"{first} elsewhere": elsewhere._replace(common=lambda given: right)}
+    for number, (refusal, *_) in enumerate(refused_rows(form.loss)):
+        found[f"{refusal.argument} {number}"] = Fault(
+            *(lambda given, changes=refusal.changes: changes, refusal.error.__name__, re.compile(refusal.pattern)),
+            common=lambda given: right,
+        )
+    return found
 
 
 def _bad_tensor(name: str) -> dict[str, Fault]:
@@ -290,10 +191,12 @@ def _warmup(step: int) -> fullrank.LossWarmupWrapper:
 
 
 _BAD_FOR_BOTH = {
-    kind: _BAD_ROWS[kind]._replace(text="expected ")
-    for kind in ("logits not a tensor", "number of targets", "soft targets", "class out of range")
+    "logits not a tensor": _wrong("logits", lambda x: "scores", "TypeError", "expected a tensor, got 'scores'"),
+    "number of targets": _wrong("targets", lambda y: y[:-1], "ValueError", "expected "),
+    "soft targets": _wrong("targets", lambda y: y + 0.5, "ValueError", "expected "),
+    "class out of range": _wrong("targets", lambda y: y + 7, "ValueError", "expected "),
+    "one column": _wrong("logits", lambda x: x[:, :1], "ValueError", "expected "),
 }
-_BAD_FOR_BOTH["one column"] = _wrong("logits", lambda x: x[:, :1], "ValueError", "expected ")
 # What only the warm-up loss refuses: the main loss must not have enqueued its rows by then.
 _BAD_FOR_WARMUP = {
     "targets (N, 1)": _wrong("targets", lambda y: y[:, None], "ValueError", "got an int64 tensor of shape (")
@@ -303,10 +206,7 @@ _FOCAL, _MAIN = "SoftmaxFocalLoss", "SmoothAPLoss"
 
 def _wrapper(step: int, heads: tuple[str, ...], bad: Mapping[str, Fault]) -> Call:
     make, keeps_rows = partial(_warmup, step), step > 0
-    return Call(heads, "LossWarmupWrapper", make, _rows, bad, _GRADIENT_OF_BOTH, keeps_rows=keeps_rows)
-
-
-_GRADIENT_OF_BOTH = {"gradient": _wrong("logits", lambda x: x.detach(), "ValueError", _ALONE)}
+    return Call(heads, "LossWarmupWrapper", make, _rows, bad, _DIFFERENCES["parts"], keeps_rows=keeps_rows)
 
 
 def _loss(form: Form) -> Call:
@@ -321,8 +221,11 @@ def _loss(form: Form) -> Call:
     keeps_rows = form.loss.kind in ("scores", "parts")
     make = partial(form.make, num_classes=CLASSES, queue_size=64 if keeps_rows else 0, queue_keep=keep)
     own = (form.loss.name if form.is_first else "", form.loss.kind)
-    heads, faults = _HEADS.get(form.loss.name, (head,)), next(_FAULTS[name] for name in own if name in _FAULTS)
-    return Call(heads, head, make, arguments, *faults, keeps_rows=keeps_rows, form=form)
+    differ = next(_DIFFERENCES[name] for name in own if name in _DIFFERENCES)
+    bad = _BAD_FOR_BOTH if form.loss.kind == "parts" else _refused(form)
+    return Call(
+        _HEADS.get(form.loss.name, (head,)), head, make, arguments, bad, differ, keeps_rows=keeps_rows, form=form
+    )
 
 
 def _sharded(name: str, way: str = "") -> Call:
@@ -341,9 +244,11 @@ def _sharded(name: str, way: str = "") -> Call:
         sharded.forward = take_way
         return sharded
 
-    return call._replace(
-        heads=("ShardedLoss", *call.heads), public="ShardedLoss", make=make, keeps_rows=False, form=None
+    heads, bad = (
+        ("ShardedLoss", *call.heads),
+        {kind: fault for kind, fault in call.bad.items() if "indexes" not in kind},
     )
+    return call._replace(heads=heads, public="ShardedLoss", make=make, bad=bad, keeps_rows=False, form=None)
 
 
 def _gather(
@@ -369,12 +274,6 @@ _OTHER_BACKWARD = {
     **_OTHER_REDUCTION,
     **_OTHER_GRADIENT,
 }
-_DIFFERENT_GRADES = _different("logits", "float32 (N) with gradient on cpu") | {
-    "indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: ")
-}
-_DIFFERENT_CLASSES = _DIFFERENT_ELEMENTS | {
-    "classes": _wrong("inputs", lambda x: torch.cat([x, x], dim=1), "ValueError", "classes: ")
-}
 _DIFFERENT_FRACTION = {
     "gradient": _wrong("total", lambda x: x.detach(), "ValueError", "gradient: "),
     "dtype": _wrong("total", lambda x: x.float(), "ValueError", "dtype: torch.float"),
@@ -392,24 +291,7 @@ _DIFFERENT_FIRST = {
     "gradient": _wrong("first", lambda x: x.detach(), "ValueError", "with gradient"),
     "presence": _wrong("second", lambda x: None, "ValueError", "None"),
 }
-_CLASSES, _BINARY = _BAD_INPUTS | _CLASS_INPUTS, _BAD_INPUTS | _BINARY_INPUTS
 _BAD_ONE = _bad_tensor("tensor") | _BAD_REDUCTION
-# By the name of a loss, or by what it is called with.
-_FAULTS = {
-    "scores": (_BAD_ROWS, _DIFFERENT_ROWS),
-    "queries": (_BAD_QUERIES, _DIFFERENT_QUERIES),
-    "grades": (_BAD_GRADES, _DIFFERENT_GRADES),
-    "embeddings": (_BAD_EMBEDDINGS, _DIFFERENT_EMBEDDINGS),
-    "sup_con": (
-        _BAD_EMBEDDINGS | _BAD_REFERENCE,
-        _DIFFERENT_EMBEDDINGS | {"reference": _reference(_FOUR, 4, _PRESENCE)},
-    ),
-    "pairs": (_BAD_PAIRS, _DIFFERENT_PAIRS),
-    "classes": (_CLASSES, _DIFFERENT_ELEMENTS),
-    "elements": (_BINARY, _DIFFERENT_ELEMENTS),
-    "softmax_focal": (_CLASSES, _DIFFERENT_CLASSES),
-    "parts": (_BAD_FOR_BOTH, _GRADIENT_OF_BOTH),
-}
 _HEADS = {"combined": (f"CrossEntropyLoss + {_MAIN}", _MAIN)}  # the latter has the rows
 
 _NAMES = [name for name, form in FORMS.items() if form.loss.module and form.settings.get("reduction") != "none"]

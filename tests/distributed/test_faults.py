@@ -54,10 +54,11 @@ def spoil(rank: int, name: str, fault: Fault, odd_ranks: Sequence[int], head: st
         for index in before_it:
             take_step(call, subject, rank, index)
         arguments, before = _arguments(call, rank, 1), _state(subject)
+        arguments |= fault.common(arguments)
         arguments |= fault.change(arguments) if rank == odd_rank else {}
         error, text = common_error(partial(subject, **arguments))
         assert error == fault.kind, text
-        assert fault.text in text, text
+        assert fault.is_said(text), text
         assert f"rank {odd_rank}" in text
         assert text.startswith(tuple(head.format(call=one, rank=odd_rank) for one in call.heads)), text
         assert _state(subject) == before

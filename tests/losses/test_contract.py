@@ -1,6 +1,7 @@
 """The contract of every loss, as tables: what is refused and in which words, what warns, which forms of inputs are one.
 
-Each loss has a row in loss_cases.py, with the values that its arguments refuse. What is refused of rows is here.
+Each loss has a row in loss_cases.py, with the values that its arguments refuse. What is refused of rows is in
+conformance/refusals.py.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 from loss_cases import FORMS, IGNORED, INF, LOSSES, NAN, POOLED, Form, Loss
 from on_ranks import on_ranks
+from refusals import BINARY, LOGITS, ONES, TARGETS, Refusal, T, V, ends, refused_rows
 from torch import Tensor, nn
 from workers import error_of
 
@@ -40,81 +40,13 @@ from fullrank.losses import (
 from fullrank.losses.base import GroupOptions
 from fullrank.losses.pooled.base import PoolOptions
 
-V, T = ValueError, TypeError
-
-LOGITS = (torch.arange(24.0) * 7 % 24).reshape(8, 3)  # enough rows for the quartiles of a class's negatives to differ
-TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-BINARY = TARGETS.clamp_max(1)
-ONES = torch.ones(8)
-PARTS = [torch.ones(4, 3), torch.ones(2, 3)]
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the strided layout is a prototype
-    NESTED = [torch.nested.nested_tensor(PARTS, layout=layout) for layout in (torch.strided, torch.jagged)]
 PIXELS, LABELS = torch.zeros(4, 3, 2), torch.zeros(4, 2, dtype=torch.int64)
 TOKENS, NEXT = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
-
-
-def ends(values: Tensor, number: float) -> Tensor:
-    """Return ``values`` with another last entry."""
-    return torch.cat([values[:-1], torch.tensor([number], dtype=values.dtype)])
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-class Refusal(NamedTuple):
-    """What raises: the class of the error, the argument it names, what is changed, and what it says was given."""
-
-    error: type[Exception]
-    argument: str
-    changes: Mapping[str, Any]
-    given: str = ""
-
-
-# What is refused of the rows that a kind of loss, or one loss, is called with: argument, error, values with what the
-# message says was given. More are in tests/conformance/fault_calls.py, where one of several ranks passes them.
-VALUES: dict[str, list[tuple[str, type[Exception], list[tuple[Any, str]]]]] = {
-    "scores": [
-        ("logits", T, [(LOGITS.tolist() * 100, r"\.\.\. \(list\)\. Use torch\.as_tensor\(logits\)")]),
-        ("logits", T, [(numpy.zeros((8, 3)), r"numpy.ndarray of dtype float64 and shape \(8, 3\)\. Use ")]),
-        ("logits", V, [(LOGITS[..., None], r"\(8, 3, 1\)")]),
-        ("targets", T, [(TARGETS.tolist(), ""), (TARGETS * 1j, "complex64")]),
-        ("targets", V, [(ends(TARGETS.double(), 0.5), "0.5"), (ends(TARGETS.float(), NAN), "nan")]),
-        ("targets", V, [(ends(TARGETS.half(), -INF), "-inf"), (ends(TARGETS.float(), 3.0), r"3\.0")]),
-        ("targets", V, [(TARGETS[:3], r"\(3,\)"), (torch.ones(8, 3).long(), r"\(8, 3\)")]),
-        ("targets", V, [(ends(TARGETS, 3), "3"), (ends(TARGETS, -1), "-1")]),
-        ("targets", V, [(TARGETS + 1, "Class indices start at 0"), (TARGETS.to("meta"), r"\.to\(logits\.device\)")]),
-        ("sample_weight", T, [([1.0] * 8, ""), (ONES.bool(), "bool"), (ONES * 1j, "complex")]),
-        ("sample_weight", V, [(torch.ones(8, 3), r"\(8, 3\)"), (ends(ONES, -1.0), "-1")]),
-        ("sample_weight", V, [(ONES[:, None], r"Use sample_weight\.squeeze\(1\)")]),
-        ("sample_weight", V, [(ends(ONES, NAN), "nan"), (ends(ONES, INF), "inf")]),
-        ("iid_mask", T, [(ONES, "Weights go to sample_weight="), (TARGETS, "Pass the query of each row as indexes=")]),
-        ("logits", T, [(LOGITS.to_mkldnn(), r"torch\._mkldnn\. Use logits\.to_dense\(\)")]),
-        ("logits", T, [(nested, r"a nested one\. .*torch\.cat\(logits\.unbind\(\)\)") for nested in NESTED]),
-    ],
-    "no queries": [("indexes", T, [(TARGETS, "Use SmoothAPLoss")])],
-    "queries": [("indexes", V, [(TARGETS[:, None], r"\(8, 1\)")]), ("logits", V, [(LOGITS, r"\(8, 3\)")])],
-    "embeddings": [
-        ("embeddings", T, [(nested, r"a nested one\. .*torch\.cat\(embeddings\.unbind\(\)\)") for nested in NESTED]),
-        ("embeddings", V, [(ONES, r"Use embeddings\[None\] for one row"), (LOGITS[..., None, None], r"flatten\(1\)")]),
-        ("labels", V, [(torch.ones(8, 2).long(), r"\(8, 2\)")]),
-        ("labels", V, [(TARGETS.to("meta"), r"one on meta\. Use labels\.to\(embeddings\.device\)")]),
-    ],
-    "classes": [("inputs", T, [([[0.0]], ""), (LOGITS.long(), "int64")])],
-    "elements": [
-        ("inputs", T, [([[0.0]], ""), (LOGITS.long(), "int64")]),
-        ("targets", T, [(1.0, "")]),
-        ("targets", V, [(TARGETS, r"\(8,\)"), (LOGITS - 1, r"-1\.0\. Use \(targets > 0\)\.float")]),
-        ("sample_weight", V, [(ONES[:3], r"\(3,\)"), (-ONES, "-1")]),
-    ],
-    "cross_entropy": [
-        ("inputs", V, [(ONES, r"\(8,\)"), (LOGITS[:, :1], "BCEWithLogitsLoss")]),
-        ("targets", T, [(LOGITS.long(), r"Use targets\.argmax\(dim=1\)"), (TARGETS * 1j, "complex64")]),
-        ("targets", V, [(TARGETS + 3, "3. Class indices start at 0"), (TARGETS + 0.5, r"0\.5")]),
-        ("targets", V, [(TARGETS[:3], r"\(3,\)"), (LOGITS - 1, "-1"), (TARGETS.to("meta"), "one on meta")]),
-        ("sample_weight", V, [(LOGITS, r"\(8, 3\)"), (-ONES, "-1")]),
-    ],
-}
 # Of functions: the call, and the same with arguments that do not fit.
 CALLS: dict[str, tuple[Mapping[str, Any], list[tuple[str, type[Exception], list[tuple[Any, str]]]]]] = {
     "softmax_focal": (
@@ -150,7 +82,6 @@ CALLS: dict[str, tuple[Mapping[str, Any], list[tuple[str, type[Exception], list[
         ],
     ),
 }
-QUERIED = {loss.module for loss in LOSSES.values() if loss.kind == "queries"}
 
 
 def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
@@ -162,10 +93,8 @@ def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
     for argument, changes, given in loss.together:
         if is_module or changes.keys() <= loss.of_function:
             yield loss.first, Refusal(V, argument, changes, given)
-    kinds = [loss.kind, loss.name, *["no queries"] * (loss.is_pooled and loss.module not in QUERIED)]
-    for argument, error, values in (row for kind in kinds for row in VALUES.get(kind, [])):
-        if loss.takes(argument) if is_module else argument in loss.of_function:
-            yield from ((loss.first, Refusal(error, argument, {argument: bad}, given)) for bad, given in values)
+    for values in refused_rows(loss, is_module):
+        yield from ((loss.first, refusal) for refusal in values)
     call, rows = CALLS.get(loss.name, ({}, [])) if not is_module else ({}, [])
     for argument, error, values in rows:
         for bad, given in values:
@@ -174,8 +103,7 @@ def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
 
 def refused(refusal: Refusal) -> Any:
     """Return a context in which the error of a refusal is raised, with a message of the one form of all."""
-    pattern = rf"(?s)^(\w+, )?{refusal.argument}.*: expected .+, got .*{refusal.given}.*\."
-    return pytest.raises(refusal.error, match=pattern)
+    return pytest.raises(refusal.error, match=f"^{refusal.pattern}")
 
 
 def state_of(module: nn.Module) -> object:

@@ -52,7 +52,7 @@ def texts_of(loss, steps, make_scores=draw, targets=None):
     return [str(one.message) for one in caught]
 
 
-NONE = torch.zeros(ROWS, dtype=torch.long)
+EACH, NONE = torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.long)
 AP, RECALL = (
     partial(SmoothAPLoss, 1, temperature=0.1),
     partial(RecallAtQuantileLoss, temperature=1.0, surrogate="sigmoid"),
@@ -94,29 +94,55 @@ def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
     assert texts_of(make().eval(), 40, **steps) == []
 
 
-RIGHT_USES = {
-    "queue": (AP, {}),
-    "wide scores": (partial(AP, queue_size=0), {"make_scores": lambda step: 10 * draw(step)}),
-    "recall": (partial(RECALL, quantile=0.05, temperature=0.1), {}),
-    "recall above ten rows": (partial(RECALL, quantile=10 / ROWS, temperature=0.1), {}),
-    "recall dro, which has no threshold": (partial(RecallAtQuantileLoss, quantile=0.004), {}),
-    "recall in half of the rows": (partial(RECALL, quantile=0.5, temperature=0.1), {}),
-    "recall with a queue": (partial(RECALL, quantile=0.01, temperature=0.1, queue_size=1024), {}),
-    "pauc": (partial(BAND, beta=0.05), {}),
-    "pauc dro, which has no band": (partial(PAUCAtBudgetLoss, 1, beta=0.004, queue_size=0), {}),
+def some_probabilities(calls):
+    """Return what makes probabilities in these calls, and logits in the others."""
+    return {"make_scores": lambda step: draw(step).sigmoid() if step + 1 in calls else draw(step)}
+
+
+def rising(shift):
+    """Return what makes the probabilities of a network that is untrained at first, moved by ``shift``."""
+    return {"make_scores": lambda step: (0.1 * (step + 1) * draw(step)).sigmoid() + shift}
+
+
+WELL_RANKED = {"make_scores": lambda step: (draw(0).detach() + 100.0 * every(5)[:, None]).requires_grad_()}
+LATER = {*range(1, 33)}
+# How a loss is made, how often and how it is called, and the number of warnings.
+HISTORIES = {
+    "queue": (AP, 40, {}, 0),
+    "wide scores": (partial(AP, queue_size=0), 40, {"make_scores": lambda step: 10 * draw(step)}, 0),
+    "recall": (partial(RECALL, quantile=0.05, temperature=0.1), 40, {}, 0),
+    "recall above ten rows": (partial(RECALL, quantile=10 / ROWS, temperature=0.1), 40, {}, 0),
+    "recall dro, which has no threshold": (partial(RecallAtQuantileLoss, quantile=0.004), 40, {}, 0),
+    "recall in half of the rows": (partial(RECALL, quantile=0.5, temperature=0.1), 40, {}, 0),
+    "recall with a queue": (partial(RECALL, quantile=0.01, temperature=0.1, queue_size=1024), 40, {}, 0),
+    "pauc": (partial(BAND, beta=0.05), 40, {}, 0),
+    "pauc dro, which has no band": (partial(PAUCAtBudgetLoss, 1, beta=0.004, queue_size=0), 40, {}, 0),
     "two labels": (
         partial(SmoothAPLoss, 2, temperature=0.1, multi_hot=True),
+        40,
         {"make_scores": lambda s: draw(s, 2), "targets": draw(9, 2) > 1},
+        0,
     ),
+    "a network before its training": (AP, 1, {"make_scores": lambda step: 0.3 + 0.05 * draw(step)}, 0),
+    "scores of an untrained network that are positive": (AP, 40, some_probabilities({1}), 0),
+    "one batch of a long run": (AP, 40, some_probabilities({16}), 0),
+    "three batches of a long run": (AP, 40, some_probabilities({8, 16, 32}), 0),
+    "the first two calls": (AP, 40, some_probabilities({1, 2}), 1),
+    "logits in three calls": (AP, 40, some_probabilities(LATER - {2, 3, 4}), 0),
+    "logits in a call that is not looked at": (AP, 40, some_probabilities(LATER - {3}), 1),  # as 1, 2, 4, 8, ... are
+    "probabilities of a network that learns": (AP, 40, rising(0.0), 1),
+    "control: the same, lower": (AP, 40, rising(-0.6), 0),
+    "19 positives, which may have no gradient": (partial(AP, temperature=1e-6), 2, {"targets": EACH < 19}, 0),
+    "20 positives": (partial(AP, temperature=1e-6), 2, {"targets": EACH < 20}, 1),
+    "positives that are ranked well": (partial(AP, temperature=1e-4), 10, WELL_RANKED, 0),
 }
 
 
-@pytest.mark.parametrize(("make", "steps"), RIGHT_USES.values(), ids=RIGHT_USES)
-def test_right_use_does_not_warn(make, steps):
-    assert texts_of(make(), 40, **steps) == []
+@pytest.mark.parametrize(("make", "calls", "steps", "number"), HISTORIES.values(), ids=HISTORIES)
+def test_what_warns_and_what_is_right(make, calls, steps, number):
+    assert len(texts_of(make(), calls, **steps)) == number
 
 
-EACH = torch.arange(ROWS)
 PAIRS = EACH // 2
 # Loss, what it is called with after the scores or embeddings, and the same with a pair; a part of the fix.
 PAIRLESS = {
@@ -238,34 +264,6 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
     assert not any("the same rows" in text for text in texts)
 
 
-def test_a_network_before_its_training_may_score_between_0_and_1():
-    assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
-
-
-@pytest.mark.parametrize(
-    ("inside", "number"),
-    [
-        ({1}, 0),  # an untrained network whose scores happen to be positive
-        ({16}, 0),  # a batch of a long run
-        ({8, 16, 32}, 0),
-        ({1, 2}, 1),
-        ({*range(1, 33)} - {2, 3, 4}, 0),
-        ({*range(1, 33)} - {3}, 1),  # calls 1, 2, 4, 8, ... are looked at
-    ],
-)
-def test_logits_between_0_and_1_in_some_calls_are_no_probabilities(inside, number):
-    """The scores of the other calls are logits."""
-    texts = texts_of(AP(), 40, lambda step: draw(step).sigmoid() if step + 1 in inside else draw(step))
-    assert len(texts) == number
-
-
-def test_probabilities_of_a_network_that_is_untrained_at_first_warn_later():
-    """The control: the same scores, lower by 0.6."""
-    for shift, number in ((0.0, 1), (-0.6, 0)):
-        texts = texts_of(AP(), 40, lambda step, shift=shift: (0.1 * (step + 1) * draw(step)).sigmoid() + shift)
-        assert len(texts) == number
-
-
 def test_a_small_last_batch_does_not_warn():
     loss = RecallAtQuantileLoss(1, quantile=0.05, temperature=1.0, surrogate="sigmoid")
     for rows in (ROWS, ROWS, 24) * 3:
@@ -321,18 +319,6 @@ def test_nineteen_calls_without_a_positive_do_not_warn():
         assert texts_of(loss, steps, targets=targets) == []
     (text,) = texts_of(loss, 1, targets=NONE)
     assert "20 calls in a row" in text
-
-
-@pytest.mark.parametrize("number", [19, 20])
-def test_few_positives_may_all_happen_to_have_no_gradient(number):
-    targets = (torch.arange(ROWS) < number).long()
-    assert len(texts_of(SmoothAPLoss(1, temperature=1e-6), 2, targets=targets)) == (number == 20)
-
-
-def test_positives_that_are_ranked_well_need_no_gradient():
-    loss = SmoothAPLoss(1, temperature=1e-4)
-    scores = draw(0).detach() + 100.0 * every(5)[:, None]
-    assert texts_of(loss, 10, make_scores=lambda step: scores.clone().requires_grad_()) == []
 
 
 @pytest.mark.parametrize("is_control", [False, True])
