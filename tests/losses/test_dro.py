@@ -217,8 +217,7 @@ def by_definition(
             too_many = [m for m in range(1, 13) if distance(m) > 1e-9]
             ends = [*too_many[-1:], *[m for m in range(1, 13) if m not in too_many][:1]]
             tilt = 1 / min(ends, key=lambda m: abs(distance(m)))
-    risks = [tilt * torch.logsumexp(losses(x) / tilt + of_rivals.log(), dim=0) for x in own]
-    return torch.stack(risks) @ shares, tilt
+    return tilt * torch.logsumexp(losses(own[:, None]) / tilt + of_rivals.log(), dim=1) @ shares, tilt
 
 
 @of_forms
