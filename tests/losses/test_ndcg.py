@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -106,7 +105,8 @@ def test_queries_in_c_are_those_of_torch(gain: str, dtype: torch.dtype, monkeypa
     weight = torch.rand(len(indexes), generator=generator, dtype=torch.float64)
     exact = EXACT if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
     mixed = indexes[torch.randperm(len(indexes), generator=generator)]
-    for top, reduction, given in itertools.product([None, 1, 3], ["mean", "sum"], [None, weight]):
+    settings = zip([None, None, 1, 1, 3, 3], ["mean", "sum"] * 3, [None, weight, weight, None, None, weight])
+    for top, reduction, given in settings:
         for of_rows in (indexes, mixed, None):
             loss, found = NDCGLoss(0.3, gain=gain, top=top, reduction=reduction), []
             for functions, of_query in ((native.FUNCTIONS, given), ({}, given), ({}, 2 * weight.flip(0))):
@@ -121,8 +121,8 @@ def test_queries_in_c_are_those_of_torch(gain: str, dtype: torch.dtype, monkeypa
                 assert (found[0][0] - found[2][0]).abs() > 1e-4
             with torch.no_grad():
                 assert torch.equal(loss(scores, relevance, of_rows, sample_weight=given), found[0][0])
-    assert sum(call is not None for call in calls) == 72  # and C has refused those that are mixed
-    assert len(calls) == 72 + 24
+    assert sum(call is not None for call in calls) == 36  # and C has refused those that are mixed
+    assert len(calls) == 36 + 12
 
 
 @pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())

@@ -16,7 +16,9 @@ import reference
 import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
+from loss_cases import LOSSES
 from on_ranks import on_ranks
+from refusals import LOGITS, TARGETS, Refusal, refused_rows
 from sklearn.metrics import recall_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAveragePrecision
@@ -401,20 +403,6 @@ def test_collection_shares_the_rows_of_metrics_that_read_targets_alike():
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-LOGITS, TARGETS = torch.zeros(4, 3), torch.zeros(4).long()
-BAD_ROWS = [
-    (LOGITS[:, 0], TARGETS, ValueError, r"logits: expected shape \(N, 3\), got"),
-    (LOGITS[:, :2], TARGETS, ValueError, r"logits: expected shape \(N, 3\), got"),
-    (LOGITS, TARGETS[:3], ValueError, r"targets: expected shape \(4,\)"),
-    (LOGITS, torch.zeros(4, 3).long(), ValueError, r"targets: expected shape \(4,\)"),
-    (LOGITS.long(), TARGETS, TypeError, "logits: expected a floating-point tensor"),
-    (LOGITS, TARGETS + 0.5, ValueError, r"targets: expected class indices .*got 0\.5"),
-    (LOGITS, None, TypeError, "targets: expected targets or target, got neither"),
-    (LOGITS, TARGETS + 3, ValueError, r"targets: expected class indices in \[0, 3\).*got 3"),
-    (LOGITS, TARGETS - 1, ValueError, r"targets: expected class indices in \[0, 3\).*got -1"),
-    (LOGITS.tolist(), TARGETS, TypeError, "logits: expected a tensor"),
-]
-
 
 @pytest.mark.parametrize("tied", [0, 15, 24, 40, 200])
 def test_a_recall_of_many_ties_warns_once(tied):
@@ -438,38 +426,38 @@ def test_a_recall_of_many_ties_warns_once(tied):
         assert float(values[0]) == 1
 
 
-BOTH, RECALL, PAUC = (RecallAtQuantile, PAUCAtBudget), (RecallAtQuantile,), (PAUCAtBudget,)
-AREA = "alpha, beta: expected 0 <= alpha < beta <= 1"
-BAD_ARGUMENTS = [
-    (BOTH, ValueError, "num_classes: expected an int >= 1", [{"num_classes": 0}]),
-    (BOTH, TypeError, "num_classes: expected an int, got ", [{"num_classes": 1.0}, {"num_classes": True}]),
-    (BOTH, TypeError, "ignore_index: expected an int, got None", [{"ignore_index": None}]),
-    (BOTH, ValueError, "average: expected 'macro' or None, got 'micro'", [{"average": "micro"}]),
-    (BOTH, ValueError, "unheard_of", [{"unheard_of": 1}]),
-    (RECALL, ValueError, "quantile: expected a number strictly b", [{"quantile": q} for q in (0, 1, -0.1, math.nan)]),
-    (RECALL, ValueError, r"quantile: .* got 5\. 5 % is 0\.05\.$", [{"quantile": 5}]),
-    (RECALL, ValueError, "quantile_interpolation: expected one of 'linear'", [{"quantile_interpolation": "cubic"}]),
-    (PAUC, ValueError, AREA, [{"alpha": a, "beta": 0.5} for a in (-0.1, 0.5, 0.6, math.nan)]),
-    (PAUC, ValueError, AREA, [{"alpha": 0.5, "beta": b} for b in (1.1, math.nan)]),
-    (PAUC, ValueError, r"alpha, beta: .* got \(1, 2\.5\)\. 2\.5 % is 0\.025\.$", [{"alpha": 1, "beta": 2.5}]),
-    (PAUC, ValueError, "budget_basis: expected one of 'fpr', 'population'", [{"budget_basis": "rows"}]),
-]
+@pytest.mark.parametrize(("kind", "loss"), [(RecallAtQuantile, LOSSES["recall"]), (PAUCAtBudget, LOSSES["pauc"])])
+def test_what_is_refused_is_what_the_loss_refuses(kind, loss):
+    """Of rows and of the arguments that both have."""
+    neither = [Refusal(TypeError, name, {name: None}, "neither") for name in ("logits", "targets")]
+    for refusal in itertools.chain(*refused_rows(loss), neither):
+        if refusal.argument not in ("indexes", "iid_mask"):
+            metric = kind(3)
+            with pytest.raises(refusal.error, match=f"^{refusal.pattern}"):
+                metric.update(**{"logits": LOGITS, "targets": TARGETS, **refusal.changes})
+            assert metric.logits == metric.targets == []
+    names = inspect.signature(kind).parameters.keys() & loss.arguments
+    assert len(names) >= 5
+    for name, entry in ((name, loss.argument(name)) for name in names):
+        for error, values in ((ValueError, entry.bad), (TypeError, entry.wrong)):
+            for value in values:
+                with pytest.raises(error, match=rf"^(\w+, )?{name}(, \w+)?: expected .+, got "):
+                    kind(**{name: value})
 
 
-@pytest.mark.parametrize(("logits", "targets", "error", "text"), BAD_ROWS)
-def test_bad_rows(logits, targets, error, text):
-    for kind in BOTH:
-        metric = kind(3)
-        with pytest.raises(error, match=text):
-            metric.update(logits, targets)
-        assert metric.logits == metric.targets == []
-
-
-@pytest.mark.parametrize(("kinds", "error", "text", "cases"), BAD_ARGUMENTS)
-def test_bad_arguments(kinds, error, text, cases):
-    for kind, arguments in itertools.product(kinds, cases):
-        with pytest.raises(error, match=text):
-            kind(**{"num_classes": 1, **arguments})
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        (RecallAtQuantile, {"average": "micro"}, "average: expected 'macro' or None, got 'micro'"),
+        (PAUCAtBudget, {"unheard_of": 1}, "unheard_of"),
+        (RecallAtQuantile, {"quantile": 5}, r"quantile: .* got 5\. 5 % is 0\.05\.$"),
+        (PAUCAtBudget, {"alpha": 1, "beta": 2.5}, r"alpha, beta: .* got \(1, 2\.5\)\. 2\.5 % is 0\.025\.$"),
+        (PAUCAtBudget, {"alpha": 0.5, "beta": 0.5}, "alpha, beta: expected 0 <= alpha < beta <= 1"),
+    ],
+)
+def test_bad_arguments(kind, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        kind(**arguments)
 
 
 @pytest.mark.parametrize("kind", [RecallAtQuantile, PAUCAtBudget])
