@@ -16,7 +16,7 @@ V, T = ValueError, TypeError
 LOGITS = (torch.arange(24.0) * 7 % 24).reshape(8, 3)  # enough rows for the quartiles of a class's negatives to differ
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 BINARY = TARGETS.clamp_max(1)
-ONES = torch.ones(8)
+ONES, TOKENS, PIXELS = torch.ones(8), TARGETS[None], torch.zeros(4, 3, 2)
 PARTS = [torch.ones(4, 3), torch.ones(2, 3)]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the strided layout is a prototype
@@ -176,6 +176,25 @@ VALUES: dict[str, Rows] = {
         ("inputs", V, [(LOGITS[:, :1], "BCEWithLogitsLoss")]),
         ("targets", T, [(LOGITS.long(), r"Use targets\.argmax\(dim=1\)")]),
         ("targets", V, [(LOGITS - 1, "-1")]),
+    ],
+    "softmax_focal": [
+        ("alpha", V, [([1.0, 2.0], "")]),
+        ("targets", V, [({"inputs": PIXELS, "targets": PIXELS[:, 0, 0].long()}, r"\(4,\)")]),
+        ("sample_weight", V, [({"inputs": PIXELS, "targets": PIXELS[:, 0].long(), "sample_weight": ONES[:4]}, "")]),
+    ],
+    "sigmoid_focal": [
+        ("targets", V, [({"inputs": PIXELS, "targets": PIXELS.transpose(1, 2)}, r"\(4, 2, 3\)")]),
+        ("sample_weight", V, [(torch.ones(8, 5), r"\(8, 5\)"), (torch.tensor(1.0), r"\(\)")]),
+    ],
+    "causal_lm": [
+        ("logits", T, [([1.0], ""), (LOGITS[None].long(), "int64")]),
+        ("logits", V, [(LOGITS[None, :, :0], r"\(1, 8, 0\)")]),
+        ("labels", T, [(TOKENS.float(), "float32"), (TOKENS.bool(), "bool"), (TOKENS.tolist(), "")]),
+        ("labels", V, [(TOKENS[:, 1:], r"\(1, 7\)"), (TOKENS.to("meta"), "one on meta"), (TOKENS + 3, "3")]),
+        ("labels", V, [(TOKENS - 1, "-1. Give padding the label ignore_index")]),
+        ("document_ids", V, [({"document_ids": TOKENS[:, 1:], "shift": True}, r"\(1, 7\)")]),
+        ("document_ids", T, [({"document_ids": TOKENS.double(), "shift": True}, "float64")]),
+        ("vocab_size", V, [(5, "5")]),
     ],
 }
 QUERIED = {loss.module for loss in LOSSES.values() if loss.kind == "queries"}

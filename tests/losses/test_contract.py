@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from loss_cases import FORMS, IGNORED, INF, LOSSES, NAN, POOLED, Form, Loss
+from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss
 from on_ranks import on_ranks
 from refusals import BINARY, LOGITS, ONES, TARGETS, Refusal, T, V, ends, refused_rows
 from torch import Tensor, nn
@@ -40,48 +40,10 @@ from fullrank.losses import (
 from fullrank.losses.base import GroupOptions
 from fullrank.losses.pooled.base import PoolOptions
 
-PIXELS, LABELS = torch.zeros(4, 3, 2), torch.zeros(4, 2, dtype=torch.int64)
 TOKENS, NEXT = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-# Of functions: the call, and the same with arguments that do not fit.
-CALLS: dict[str, tuple[Mapping[str, Any], list[tuple[str, type[Exception], list[tuple[Any, str]]]]]] = {
-    "softmax_focal": (
-        {"inputs": PIXELS, "targets": LABELS},
-        [
-            ("targets", V, [(bad, "") for bad in (LABELS[:, 0], LABELS + 0.5, LABELS + 3.0, LABELS + 3, LABELS - 1)]),
-            ("targets", T, [(LABELS * 1j, "")]),
-            ("inputs", T, [(PIXELS.long(), "int64")]),
-            ("alpha", V, [([1.0, 2.0], "")]),
-            ("sample_weight", V, [(torch.ones(4), ""), (-torch.ones(4, 2), "")]),
-            ("sample_weight", T, [([1.0], "")]),
-        ],
-    ),
-    "sigmoid_focal": (
-        {"inputs": PIXELS, "targets": PIXELS},
-        [
-            ("targets", V, [(PIXELS.transpose(1, 2), "")]),
-            ("sample_weight", V, [(torch.ones(3), ""), (torch.ones(4, 5, 2), ""), (torch.tensor(1.0), "")]),
-            ("sample_weight", V, [(torch.full((4,), INF), "")]),
-        ],
-    ),
-    "causal_lm": (
-        {"logits": TOKENS, "labels": NEXT, "shift": True},
-        [
-            ("logits", T, [([1.0], ""), (TOKENS.long(), "int64")]),
-            ("logits", V, [(TOKENS[..., :0], r"\(2, 3, 0\)")]),
-            ("labels", T, [(NEXT.float(), "float32"), (NEXT.bool(), "bool"), (NEXT.tolist(), "")]),
-            ("labels", V, [(NEXT[:, 1:], r"\(2, 2\)"), (NEXT.to("meta"), "one on meta")]),
-            ("labels", V, [(NEXT + 4, "4"), (NEXT - 1, "-1. Give padding the label ignore_index")]),
-            ("document_ids", V, [(NEXT[:1], r"\(1, 3\)")]),
-            ("document_ids", T, [(NEXT.double(), "float64")]),
-            ("vocab_size", V, [(5, "5")]),
-        ],
-    ),
-}
 
 
 def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
@@ -95,10 +57,6 @@ def refusals(loss: Loss, is_module: bool) -> Iterator[tuple[Form, Refusal]]:
             yield loss.first, Refusal(V, argument, changes, given)
     for values in refused_rows(loss, is_module):
         yield from ((loss.first, refusal) for refusal in values)
-    call, rows = CALLS.get(loss.name, ({}, [])) if not is_module else ({}, [])
-    for argument, error, values in rows:
-        for bad, given in values:
-            yield loss.first, Refusal(error, argument, {**call, argument: bad}, given)
 
 
 def refused(refusal: Refusal) -> Any:
