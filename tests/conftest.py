@@ -108,12 +108,6 @@ def pool_of_two() -> WorkerPool:
 
 
 @pytest.fixture
-def pool_of_four() -> WorkerPool:
-    """Four gloo processes, for meshes and sub-groups."""
-    return get_pool(4)
-
-
-@pytest.fixture
 def pyplot() -> Iterator[Any]:
     """matplotlib without a screen, and without the figures that a test leaves behind."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

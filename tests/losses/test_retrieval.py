@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
@@ -362,30 +362,20 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
 # --- over ranks; tests/conformance has the promise ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "fewest"), [("queries", 0), ("embeddings", 1000), ("embeddings", 0)])
+@pytest.mark.parametrize(
+    ("name", "fewest", "collectives"), [("queries", 0, 1), ("retrieval", 1000, 1), ("retrieval", 0, 3)]
+)
 @on_ranks(2)
-def test_rows_travel_forward_alone(rank: int, loss: str, fewest: int) -> None:
-    """Behind the header, and then the sums where each rank computes its own queries. The gradient is that of one."""
-    is_query, options = loss == "queries", {"temperature": 0.2, "queue_size": 24}
-    make = partial(fullrank.SmoothAPLoss, 1) if is_query else fullrank.RetrievalSmoothAPLoss
-    made, alone = make(**options, gradient_reduction="sum"), make(**options, gather_distributed=False)
-
-    def arguments(embeddings: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        if is_query:
-            return {"logits": embeddings[:, :1], "targets": labels % 2, "indexes": labels % 3}
-        return {"embeddings": embeddings, "labels": labels}
-
+def test_rows_travel_forward_alone(rank: int, name: str, fewest: int, collectives: int) -> None:
+    """Behind the header, and then the sums where each rank computes its own queries."""
+    loss = cases.FORMS[name].make(queue_size=24)
     for step in range(3):
-        rows, names = make_embeddings("unequal sizes", step)
-        own, whole = rows[5 * rank :].requires_grad_(), torch.cat([rows, rows[5:]]).requires_grad_()
-        with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
-            with CollectiveCounter() as forward:
-                value = made(**arguments(own, names[5 * rank :]))
-            with CollectiveCounter() as backward:
-                value.backward()
+        rows, labels = (column[5 * rank :] for column in make_embeddings("unequal sizes", step))
+        arguments = cases.FORMS[name].arguments(rows.requires_grad_(), labels)
+        with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest), CollectiveCounter() as forward:
+            value = loss(**arguments)
+        with CollectiveCounter() as backward:
+            value.backward()
         assert backward.total == 0
-        expected = alone(**arguments(whole, torch.cat([names, names[5:]])))
-        (gradient,) = torch.autograd.grad(expected, whole)
-        assert_close([value, own.grad], [expected, gradient.split(len(rows))[rank]], **COSINES)
-    assert forward.total == (3 if loss == "embeddings" and fewest == 0 else 1)
-    made.queue.assert_synchronized()
+    assert forward.total == collectives
+    loss.queue.assert_synchronized()
