@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from batches import IGNORED, all_batches, make_window, num_valid, one_process, split, sum_loss
+from loss_cases import normal
 from meshes import init_device_mesh
 from subjects import Model, gradient, reduced, wrap
 from torch import Tensor, nn
@@ -60,11 +61,6 @@ def find(name: str) -> Any:
     return getattr(found, method[0]) if method else found
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Return the same float64 numbers on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def own(*tensors: Tensor) -> list[Tensor]:
     """Return this rank's rows, of which ranks have different numbers."""
     counts, rank = split(len(tensors[0]), dist.get_world_size(), 0), dist.get_rank()
@@ -80,7 +76,7 @@ def divisor(given: Mapping[str, Any]) -> int:
 
 
 def gathers(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    rows, slope = draw(11, 2), draw(11, 2, seed=1)
+    rows, slope = normal(11, 2), normal(11, 2, seed=1)
     leaf = own(rows)[0].clone().requires_grad_()
     found = call(leaf)
     found = found[0] if isinstance(found, tuple) else found
@@ -91,16 +87,16 @@ def gathers(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 
 def means(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    leaf = own(draw(11))[0].clone().requires_grad_()
+    leaf = own(normal(11))[0].clone().requires_grad_()
     found = call(leaf.square().sum(), len(leaf))
     (slope,) = torch.autograd.grad(found, leaf)
-    return [(found, draw(11).square().mean()), (slope / divisor(given), 2 * leaf / 11)]
+    return [(found, normal(11).square().mean()), (slope / divisor(given), 2 * leaf / 11)]
 
 
 def sums_of_sigmoids(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    keys, weights = fullrank.gather_rows(*own(draw(11), draw(11, 3, seed=1)))
-    expected = torch.sigmoid((draw(11) - draw(11)[:, None]) / 0.5) @ draw(11, 3, seed=1)
-    return [(call(own(draw(11))[0], keys, weights, 0.5), own(expected)[0])]
+    keys, weights = fullrank.gather_rows(*own(normal(11), normal(11, 3, seed=1)))
+    expected = torch.sigmoid((normal(11) - normal(11)[:, None]) / 0.5) @ normal(11, 3, seed=1)
+    return [(call(own(normal(11))[0], keys, weights, 0.5), own(expected)[0])]
 
 
 # Windows of micro-batches
@@ -284,7 +280,7 @@ def counts_tokens(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 def predicts(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     labels = labels_of_all(given)
-    logits, whole = (draw(*labels.shape, 7).requires_grad_() for _ in range(2))
+    logits, whole = (normal(*labels.shape, 7).requires_grad_() for _ in range(2))
     (mine,) = own(labels)
     (scores,) = own(logits)
     value = call(scores, mine, **{name: make(mine) for name, make in given.items() if callable(make)})
@@ -303,7 +299,7 @@ def predicts(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 def norms(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     """Of a parameter cut over a mesh, of shards that ``shard_groups`` names, or of parameters of different ranks."""
     full = nn.Parameter(torch.zeros(7, 3, dtype=torch.float64))
-    full.grad = draw(7, 3)
+    full.grad = normal(7, 3)
     if "shard_groups" in given or "across" in given:
         (mine,) = own(full.grad)
         parameter = nn.Parameter(torch.zeros_like(mine))
@@ -334,7 +330,7 @@ def classes(count: int, columns: int, given: Mapping[str, Any]) -> Tensor:
 
 def queues(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     """The rows that a queue holds after gathered rows, and after all rows at once."""
-    logits, targets, held = draw(23, 2), classes(23, 2, given), []
+    logits, targets, held = normal(23, 2), classes(23, 2, given), []
     options = {name: make(logits) for name, make in given.items() if callable(make)}
     for is_spread in (True, False):
         queue = fullrank.MemoryQueue(15, 2) if options else call(15, 2)
@@ -351,23 +347,23 @@ def queues(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 def synchronized(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     queue = fullrank.MemoryQueue(4, 1)
-    queue.enqueue(draw(3, 1), torch.zeros(3).long())
+    queue.enqueue(normal(3, 1), torch.zeros(3).long())
     return [(call(queue) is None, True)]
 
 
 def measures(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    rows = {"logits": draw(31, 3), "targets": classes(31, 3, given)}
+    rows = {"logits": normal(31, 3), "targets": classes(31, 3, given)}
     return values_of(call, lambda metric: metric.update, rows)
 
 
 def updates(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    rows: dict[str, Any] = {} if "target" in given else {"logits": draw(31, 3), "targets": classes(31, 3, {})}
-    rows |= {name: make(draw(31, 3)) for name, make in given.items()}
+    rows: dict[str, Any] = {} if "target" in given else {"logits": normal(31, 3), "targets": classes(31, 3, {})}
+    rows |= {name: make(normal(31, 3)) for name, make in given.items()}
     return values_of(partial(find(kind), **THRESHOLD[kind]), lambda metric: partial(call, metric), rows)
 
 
 def reviews(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    rows = {"logits": draw(31, 3), "targets": classes(31, 3, {})}
+    rows = {"logits": normal(31, 3), "targets": classes(31, 3, {})}
     return values_of(find(kind), lambda metric: metric.update, rows, call)
 
 
@@ -402,7 +398,7 @@ def ends_together(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 
 def shards(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    logits, targets, found = draw(41, 3), classes(41, 3, {}), []
+    logits, targets, found = normal(41, 3), classes(41, 3, {}), []
     arguments = {"beta": 0.5, "surrogate": "trapezoid", "temperature": 0.3}
     options = {name: make(logits) if callable(make) else make for name, make in given.items()}
     for is_spread in (True, False):
@@ -422,7 +418,7 @@ def shards(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 def embeds(call: Callable[..., Any], given: dict[str, Any], kind: str = "") -> Pairs:
     """Compare a metric of embeddings over ranks with one process; ``call`` is its class, or the update of ``kind``."""
-    found, (rows, labels) = [], (draw(23, 4), torch.arange(23) % 5)
+    found, (rows, labels) = [], (normal(23, 4), torch.arange(23) % 5)
     labels[::6] = given.get("ignore_index", -100)
     for is_spread in (True, False):
         metric = find(kind)(sync_on_compute=is_spread) if kind else call(sync_on_compute=is_spread)
@@ -470,7 +466,7 @@ def metrics() -> list[Call]:
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
     for kind, settings in (("EmbeddingRecall", {"k": 3}), ("EmbeddingAveragePrecision", {"at_r": True})):
         found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]
-        others = {"references": lambda: draw(17, 4, seed=2), "reference_labels": lambda: torch.arange(17) % 5}
+        others = {"references": lambda: normal(17, 4, seed=2), "reference_labels": lambda: torch.arange(17) % 5}
         found.append(Call(f"{kind}.update", others, partial(embeds, kind=kind)))
     return found
 

@@ -236,9 +236,8 @@ def test_two_views_are_the_loss_of_simclr() -> None:
     assert abs(SupConLoss(0.5)(views.flatten(0, 1), labels.sort().values) - expected) > 1e-3
 
 
-def columns(count: int = 12) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [F.normalize(torch.randn(count, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(8)]
+def columns() -> list[Tensor]:
+    return [unit(normal(12, 5, seed=seed)).detach() for seed in range(8)]
 
 
 def test_siglip_is_that_of_open_clip() -> None:
