@@ -376,7 +376,7 @@ def without_rows(name: str, one_in: int) -> Iterator[tuple[Form, dict[str, Any],
         axes = {axis: values for axis, values in AXES.items() if axis in loss.arguments - fixed}
         axes = axes if key in loss.forms else {"num_classes": (3,), "queue_size": (0, 40)}
         combinations = [*itertools.product(*axes.values(), ({}, columns))]
-        for *values, used in combinations[turn % one_in :: one_in] if len(combinations) > 8 else combinations:
+        for *values, used in combinations[turn % one_in :: one_in] if len(combinations) > 12 else combinations:
             yield form, dict(zip(axes, values)), used
     for part, size in itertools.product(POOLED.values() if loss.kind == "parts" else (), (0, 40)):
         yield loss.first, {"wrap": partial(other_part, part, size)}, {}
