@@ -108,12 +108,16 @@ def _refused(form: Form) -> dict[str, Fault]:
     """Return the first value of each row of what one process refuses, and rows on another device."""
     right = form.arguments(LOGITS, TARGETS, BINARY)
     first = next(iter(right))
-    elsewhere = Fault(lambda given: {first: right[first].to("meta")}, "ValueError", "expected a tensor on meta")
-    found = {f"{first} elsewhere": elsewhere._replace(common=lambda given: right)}
+    elsewhere = Fault(
+        lambda given: {first: right[first].to("meta")}, "ValueError", "expected a tensor on meta", lambda given: right
+    )
+    found = {f"{first} elsewhere": elsewhere}
     for number, (refusal, *_) in enumerate(refused_rows(form.loss)):
         found[f"{refusal.argument} {number}"] = Fault(
-            *(lambda given, changes=refusal.changes: changes, refusal.error.__name__, re.compile(refusal.pattern)),
-            common=lambda given: right,
+            lambda given, changes=refusal.changes: changes,
+            refusal.error.__name__,
+            re.compile(refusal.pattern),
+            lambda given: right,
         )
     return found
 

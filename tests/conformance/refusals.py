@@ -81,15 +81,11 @@ def entries(name: str) -> Rows:
     ]
 
 
-HALF = ends(TARGETS.double(), 0.5), r"0\.5"
+NOT_FINITE = [(ends(TARGETS.float(), NAN), "nan"), (ends(TARGETS.half(), -INF), "-inf")]
 OUT_OF_RANGE = [(ends(TARGETS, 7), "7"), (ends(TARGETS, 3), "3"), (ends(TARGETS, -1), "-1")]
 CLASSES: Rows = [
     *entries("targets"),
-    (
-        "targets",
-        V,
-        [HALF, *((ends(TARGETS.half(), x), given) for x, given in ((NAN, "nan"), (-INF, "-inf"), (3, r"3\.0")))],
-    ),
+    ("targets", V, [(ends(TARGETS.double(), 0.5), r"0\.5"), (ends(TARGETS.float(), 3.0), r"3\.0"), *NOT_FINITE]),
     ("targets", V, [*OUT_OF_RANGE, (TARGETS + 1, "Class indices start at 0")]),
 ]
 WIDE = torch.ones(4, 3)  # further rows of embeddings
