@@ -281,23 +281,6 @@ def test_rows_beyond_the_exponentials(form: str, monkeypatch: pytest.MonkeyPatch
             assert_close(gradient, leaf.grad, rtol=2.0**-50 * 4 * gap, atol=1e-15)
 
 
-@pytest.mark.parametrize("tilt", [1.0, 0.5, 0.2, 0.1, 1 / 3, 0.05])
-@pytest.mark.parametrize("is_finite", [True, False])
-@over_scale
-def test_all_forms_are_equal(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, is_finite: bool) -> None:
-    """Also with a row at -inf, which C leaves to torch. The control is another lambda."""
-    rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
-    logits = torch.cat([rows.logits, torch.tensor([[-90.0 if is_finite else -math.inf] * 3, [40.0] * 3])])
-    targets, weight = torch.cat([rows.targets, torch.tensor([0, 1])]), torch.cat([rows.sample_weight, torch.ones(2)])
-    logits[-2, 0] = 1.0  # no positive at -inf
-    options, results = {"sample_weight": weight, "tau_scale": scale}, []
-    for form in FORMS if native.FUNCTIONS else FORMS[1:]:
-        take(form, monkeypatch)
-        results.append(with_gradient(logits, targets, tilt, **options))
-        assert_close(results[-1], results[0], rtol=1e-12, atol=1e-12)
-    assert abs(with_gradient(logits, targets, 1.1 * tilt, **options)[0] - results[0][0]) > 1e-3
-
-
 @of_forms
 @pytest.mark.parametrize("tilt", [1.0, 0.05, 0.3, 4.0])
 def test_float32_far_from_zero(tilt: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +297,7 @@ def test_float32_far_from_zero(tilt: float, form: str, monkeypatch: pytest.Monke
     assert (with_gradient(naive, targets, tilt)[1] - exact).norm() > 1e-4 * exact.norm()
 
 
-@pytest.mark.parametrize("form", ["powers", "pairs"])
+@of_forms
 @over_scale
 @pytest.mark.parametrize(
     "tilt", [0.3, 0.25, *(pytest.param(tilt, marks=pytest.mark.slow) for tilt in (1.0, 0.05, 4.0))]
