@@ -19,7 +19,7 @@ from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from loss_cases import FORMS, SUMMED, slowly
-from meshes import init_device_mesh
+from meshes import group_of, init_device_mesh
 from on_ranks import on_ranks
 from subjects import NUM_FEATURES, Model, error, gradient
 from torch import Tensor
@@ -121,7 +121,7 @@ def test_reduce_scatter_adds_half_precision_in_float32(rank: int) -> None:
 @on_ranks(2)
 def test_collectives_of_the_losses(rank: int, name: str) -> None:
     """Forward and backward, with all optional arguments; from the second call on one; a group of one has none."""
-    lone, both = [dist.new_group([r]) for r in range(2)][rank], dist.new_group()
+    lone, both = [group_of(0), group_of(1)][rank], dist.new_group()  # which has no room yet
     for group, expected in ((both, 2 if FORMS[name].loss.is_pooled else 1), (both, 1), (lone, 0)):
         case = Case(name, weighted=True)
         loss, step = gradient_cases.make_loss(case, local=False, group=group), gradient_cases.make_step(case, 0)
@@ -131,6 +131,7 @@ def test_collectives_of_the_losses(rank: int, name: str) -> None:
         with CollectiveCounter() as backward:
             value.backward()
         assert (forward.total, backward.total) == (expected, 0)
+    dist.destroy_process_group(both)
 
 
 @on_ranks(2)
@@ -240,9 +241,9 @@ def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
     columns = 2 if name in VERBS else FORMS[name.removesuffix(" learned")].columns
     x = torch.randn(ends[-1], columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for size in (4, 2, 1):
-        groups = [dist.new_group([*range(first, first + size)]) for first in range(0, 4, size)]
+        groups = [group_of(*range(first, first + size)) for first in range(0, 4, size)]
         group, first = groups[rank // size], ends[rank // size * size]
-        lone = dist.new_group([rank], use_local_synchronization=True)
+        lone = [group_of(member) for member in range(4)][rank]
         whole = slice(first, ends[rank // size * size + size])
         of_pool = {"gather_distributed": False} if name not in VERBS else {"group": lone}
         value, of_rows, *of_learned = slopes(name, x, whole, **of_pool)
@@ -263,7 +264,7 @@ def test_groups_and_meshes(rank: int, form: str) -> None:
     """Smooth-AP over half of the four ranks, or over a mesh; DDP has the same group."""
     case = Case("smooth_ap", queue_size=32)
     if form == "subgroup":
-        group = process_group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        group = process_group = [group_of(0, 2), group_of(1, 3)][rank % 2]
     else:
         shape, names = ((4,), ("data",)) if form == "mesh" else ((2, 2), ("replicate", "shard"))
         group, process_group = init_device_mesh("cpu", shape, mesh_dim_names=names), dist.group.WORLD

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from blindfold import Blindfold
 from collective_counter import CollectiveCounter
 from device import DEVICE
-from meshes import init_device_mesh
+from meshes import group_of, init_device_mesh
 from on_ranks import common_error, on_ranks
 from subjects import with_gradient
 from torch import Tensor, nn
@@ -444,7 +444,7 @@ def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
     bad_rank = 3 if kind in DIFFERENT else (0, 3)[list(BAD).index(kind) % 2]
     case = by_hand(rank)
     parameters: Any = case.parameters
-    strangers = dist.new_group([other for other in range(4) if other != bad_rank])
+    strangers = group_of(*(other for other in range(4) if other != bad_rank))
     options: dict[str, Any] = {"max_norm": MOST, "norm_type": 2.0}
     if kind == "placed gradient":  # of a parameter that is sharded over a group that no other is
         by_name = with_gradient(draw(1, 4))

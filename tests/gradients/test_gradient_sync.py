@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, one_process, sum_loss
 from collective_counter import CollectiveCounter
-from meshes import init_device_mesh
+from meshes import group_of, init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
@@ -133,7 +133,7 @@ def test_groups_that_do_not_fit(rank: int) -> None:
     text = f"group: expected all of [0, 1, 2, 3], which the model reduces its gradients over, got ranks {rows}."
     assert text in text_of(lambda: run_window(small, make_window("full", rank), group=mesh["rows"]))
     assert dist.get_process_group_ranks(find_sync(small).group) == [0, 1, 2, 3]
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    pair = [group_of(0, 1), group_of(2, 3)][rank // 2]
     uneven = [DistributedDataParallel(nn.Linear(1, 1), process_group=group) for group in (None, pair)]
     text = "got divisors [2.0, 4.0]. DDP divides by the size of its group"
     assert text in text_of(lambda: fullrank.sum_gradients_(nn.ModuleList(uneven)))
