@@ -14,7 +14,9 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +127,7 @@ def _program(script: str, arguments: list[str], environment: dict[str, str], cwd
     os.chdir(cwd)
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
+    torch.multiprocessing.spawn = partial(_spawn, output)
     try:
         if script.endswith(".py"):
             sys.path.insert(0, str(Path(script).parent))
@@ -138,6 +141,17 @@ def _program(script: str, arguments: list[str], environment: dict[str, str], cwd
             trace = trace.tb_next
         sys.excepthook(type(error), error, trace or error.__traceback__)
         sys.exit(1)
+
+
+def _spawn(output: str, function: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:
+    """Be ``torch.multiprocessing.spawn``, with processes of the server."""
+    method = process_context().get_start_method()
+    torch.multiprocessing.start_processes(_spawned, (output, function, *args), nprocs, start_method=method)
+
+
+def _spawned(rank: int, output: str, function: Callable[..., None], *args: Any) -> None:
+    _write_to(output)
+    function(rank, *args)
 
 
 def _write_to(output: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -190,9 +191,22 @@ MISTAKES: dict[str, Any] = {  # of the call for one micro-batch of one rank: its
 }
 
 
-@pytest.mark.parametrize("index", [SLOW(0), 1, SLOW(2)])
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("kind", KINDS)
+# A loss of each name, of one, of none and of another weight: what is left for a wrapper to communicate.
+GRAPHS = ("a number", "missing name", "no name", "other weight")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "index"),
+    [
+        *((mistake, "plain", 1) for mistake in MISTAKES),
+        *(SLOW(mistake, "fsdp2", 1) for mistake in MISTAKES if mistake not in GRAPHS),
+        *(
+            SLOW(mistake, kind, index)
+            for mistake, kind, index in itertools.product(GRAPHS, ("plain", "ddp", "fsdp2"), range(3))
+            if (kind, index) != ("plain", 1)
+        ),
+    ],
+)
 @on_ranks()
 def test_a_mistake_of_one_rank(rank: int, kind: str, mistake: str, index: int) -> None:
     """It is raised on all of them; a right window follows. FSDP2 gathers each head in the backward of its own loss."""
