@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from integration_cases import make_encoder
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import DOCS, NUMBER, PAGES, ROOT, assert_printed, blocks, output_of, printing_blocks, run_block
@@ -26,13 +27,6 @@ import fullrank
 import fullrank.losses
 
 pytestmark = pytest.mark.slow
-
-
-def make_network() -> nn.Module:
-    """Return a small network, the same on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
 def make_rows(number: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +63,7 @@ def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[f
     """Return the errors of loss and gradient of a block that takes one step with ``network`` on this rank's rows."""
     rows = make_rows(36)
     features, targets = own_rows(rank, rows)
-    network, reference = make_network(), make_network()
+    network, reference = make_encoder().double(), make_encoder().double()
     mesh = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if dist.get_world_size() == 4 else None
     )
@@ -212,7 +206,7 @@ def test_control_a_wrong_step(
 def test_validation_on_one_rank(rank: int) -> None:
     """The training step after it gathers, and is the first to enqueue."""
     features, targets = own_rows(rank, make_rows(36))
-    network, loss_fn = make_network(), fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=64)
+    network, loss_fn = make_encoder().double(), fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=64)
     found = run_block(VALIDATION, {"network": network, "features": features, "targets": targets, "loss_fn": loss_fn})
     assert ("validation_loss" in found) == (rank == 0)
     expected = float(smooth_ap(network(features), targets))
@@ -227,7 +221,7 @@ def test_ranks_with_different_steps(rank: int) -> None:
     features, targets = make_rows(48)
     parts = {(0, 0): slice(0, 14), (0, 1): slice(14, 24), (0, 2): slice(24, 36), (1, 0): slice(36, 48)}
     loader = [(features[part], targets[part]) for (owner, _), part in parts.items() if owner == rank]
-    network, reference = make_network(), make_network()
+    network, reference = make_encoder().double(), make_encoder().double()
     loss_fn = fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=16)
     names = {"torch": torch, "dist": dist, "loader": loader, "loss_fn": loss_fn}
     model = DistributedDataParallel(network)
@@ -248,7 +242,7 @@ def test_clipping_under_fsdp(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     features, targets = make_rows(20)
-    model, reference = make_network(), make_network()
+    model, reference = make_encoder().double(), make_encoder().double()
     fully_shard(model)
     for network in (model, reference):
         (100 * network(features)[:, 0] * targets).sum().backward()
