@@ -19,8 +19,8 @@ buckets and broadcast buffers; this happens right after the opening header inste
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,19 +29,18 @@ from torch import Tensor, nn
 from ..distributed.group import Group
 from ..distributed.header import NUM_TOTALS, Offer, combined
 from ..distributed.torch_private import not_compiled
-from ..errors import check_positive, expected
+from ..errors import expected
 from ..kernels.documents import note_token_range
 from .step import Step
-from .token_count import TokenRule, check_amounts, read_count, sums_of, token_rule
+from .summed_loss import named
+from .token_count import Count, TokenRule, check_amounts, read_count, sums_of
 from .window import Window, open_window
-from .window_sums import Terms, named
+from .window_sums import WindowSums
 
 B = TypeVar("B")
 
 # Losses with counts of their own. The opening header has two ends of the labels, and the forwards of DDP, too.
 MAX_TERMS = NUM_TOTALS - 3
-
-Count = Callable[[Any], Tensor | float] | Tensor | float
 
 
 @not_compiled
@@ -120,53 +119,52 @@ def accumulate(
         tensor([[3.]])
     """
 
-    def bring(window: Window) -> Offer[tuple[Terms, list[TokenRule]]]:
-        window.wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
-        window.wrappers.check_group(group)
-        factor = window.wrappers.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-        terms, rules, checks = Terms({}, {}, factor), [], []
+    def bring(window: Window) -> Offer[tuple[WindowSums, float, list[TokenRule]]]:
+        factor = window.wrappers.checked_multiplier(group, multiplier)
         if not isinstance(each, bool):
             raise TypeError(expected("each", "True or False", each))
         facts: dict[str, object] = {"multiplier": factor, "each": each}
+        terms, lists, rules, checks = [], [], [], []
         for name, one in _named_counts(count):
-            label = named("count", name)
-            terms.numbers[name], terms.counts[name], facts[label] = read_count(one, window.micro_batches, label)
-            if each and terms.counts[name] is None:
-                fix = "The number over all ranks does not say how many terms a micro-batch has."
-                raise ValueError(expected(label, "a function with each=True", one, fix))
-            if (rule := token_rule(one)) is not None:
-                rules.append(rule)
-            elif (counts := terms.counts[name]) is not None:
-                names = [f"{label} of micro-batch {index}" for index in range(len(counts))]
-                checks.append(check_amounts(names, counts, window.ranks))
-        lists = [terms.counts[name] or [number] for name, number in terms.numbers.items()]
-        on_device = any(isinstance(value, Tensor) and not value.is_cpu for values in lists for value in values)
-        ends = _ends(window, rules) if on_device else []
-        check = combined(checks)
+            term = read_count(one, window.micro_batches, name)
+            label, counts = named("count", name), term.counts
+            facts[label] = term.fact
+            terms.append(term)
+            lists.append(counts or [])
+            if counts is None:
+                if each:
+                    fix = "The number over all ranks does not say how many terms a micro-batch has."
+                    raise ValueError(expected(label, "a function with each=True", one, fix))
+            elif not isinstance(term.fact, TokenRule):
+                checks.append(check_amounts(counts, partial(named, "count", name), window.ranks))
+            elif not all(isinstance(number, Tensor) and number.is_cpu for number in counts):
+                rules.append(term.fact)
+        ends = _ends(window, rules) if rules else []
         totals = sums_of([*lists, *([end] for end in ends)], window.ranks)
-        return Offer((terms, rules if ends else []), facts, totals=totals, check=check)
+        value = WindowSums(terms, window.ranks, each=each), factor, rules if ends else []
+        return Offer(value, facts, totals=totals, check=combined(checks) if checks else None)
 
-    window, (terms, rules), totals = open_window(
+    window, (sums, factor, rules), totals = open_window(
         "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring
     )
     if sync == "each":
         window.check_equal_numbers()  # a plain model too: a hook may reduce after each
-    for place, name in enumerate(terms.numbers):
-        if terms.counts[name] is not None:
-            terms.numbers[name] = math.fsum(row[place] for row in totals)
+    for term, counted in zip(sums.terms.values(), zip(*totals)):
+        term.divide(counted, factor)
     for rule in rules:
-        low, high = totals[0 if window.ranks is None else window.ranks.rank()][len(terms.numbers) :][:2]
+        low, high = totals[0 if window.ranks is None else window.ranks.rank()][len(sums.terms) :][:2]
         for micro_batch in window.micro_batches:
             note_token_range(rule.labels(micro_batch)[0], rule.ignore_index, int(low), int(high))
-    return Step(window, terms, each=each)._iterate()
+    return Step(window, sums)._iterate()
 
 
 def _named_counts(count: Any) -> list[tuple[str, Any]]:
     """Return the counts with their names, in an order that is the same on every rank."""
     if not isinstance(count, Mapping):
         return [("", count)]
-    if not all(isinstance(name, str) and name for name in count):
-        raise TypeError(expected("count", "names that are not empty, each with a count", list(count)))
+    for name in count:
+        if not (isinstance(name, str) and name):
+            raise TypeError(expected("count", "names that are not empty, each with a count", list(count)))
     if not 0 < len(count) <= MAX_TERMS:
         raise ValueError(expected("count", f"one to {MAX_TERMS} names", len(count), "Add up losses of equal counts."))
     return sorted(count.items())

@@ -27,7 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from ..distributed.group import Group
 from ..distributed.header import DeviceCheck, Offer, agree_on, combined
 from ..distributed.torch_private import not_compiled
-from ..errors import Words, check_positive, expected
+from ..errors import Words, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.torch_private import divide_each_
@@ -35,11 +35,11 @@ from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .inner_backward import check_zero
 from .step import Step
-from .summed_loss import SUM_UP, as_mean, check_summed_loss, not_a_sum
+from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum
 from .sync_groups import SyncEntry, plan_sums, read_sync_groups
-from .token_count import check_amounts, check_scalar
+from .token_count import Term, check_amounts, check_scalar
 from .window import Window, open_window
-from .window_sums import Terms
+from .window_sums import WindowSums
 
 B = TypeVar("B")
 
@@ -174,19 +174,19 @@ class DeferredMean:
         def bring() -> Offer[None]:
             check, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
             _refuse_terms(loss_sum)
-            check_summed_loss("loss_sum", loss_sum)
-            self._sync.check_forwards("loss_sum", loss_sum)
-            number, loss = check_scalar("n", n), loss_sum.detach()
+            checked_sum(loss_sum, "loss_sum")
+            self._sync.check_forwards("loss_sum", [loss_sum])
+            number, loss = check_scalar(n, "n"), loss_sum.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            wrong = not_a_sum("loss_sum", loss_sum, _MEAN_FIX, over_ranks=self._ranks is not None)
+            wrong = not_a_sum(loss_sum, _MEAN_FIX, "loss_sum", over_ranks=self._ranks is not None)
             if wrong is not None and float(number) != 1:
                 raise wrong
-            facts["forwards of DDP"] = self._sync.same_forwards
-            check = combined([check_amounts(["n"], [number], self._ranks), check])
+            check = combined([check_amounts([number], lambda _: "n", self._ranks), check])
             return Offer(None, facts, totals=(number, loss), check=check)
 
+        window = Window(self._model, sync or self._sync, [], "each", self._ranks, is_lockstep=True)
         try:
-            totals = agree_on("DeferredMean.backward", self._ranks, bring).totals
+            totals = window.close("DeferredMean.backward", bring).totals
         except Exception:
             self._forget_forwards()
             raise
@@ -236,11 +236,13 @@ class DeferredMean:
             sync="last",
             group=self._group,
             multiplier=self._given_multiplier,
-            by_hand=_BY_HAND,
             bring=bring,
+            by_hand=_BY_HAND,
+            sums_later=True,
         )
         self._ranks = window.ranks
-        step = _SumStep(window, Terms({"": multiplier}, {"": None}, multiplier), each=False)
+        term = Term("", "a sum", number=multiplier, factor=1.0)
+        step = _SumStep(window, WindowSums([term], window.ranks))
         try:
             for _, micro_batch in step._iterate():
                 step.run(fn, micro_batch)
@@ -387,9 +389,8 @@ class DeferredMean:
     def _set_wrappers(self, sync: GradientSync) -> None:
         """Store and check how the model reduces in this step."""
         multiplier, self._sync = self._given_multiplier, sync
-        self._sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
-        self._multiplier = self._sync.multiplier if multiplier is None else check_positive("multiplier", multiplier)
-        self._sync.check_group(self._group)
+        sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
+        self._multiplier = sync.checked_multiplier(self._group, multiplier)
 
     def _note_gradients(self) -> None:
         """Remember the gradients that the next step must not add to."""
@@ -410,24 +411,24 @@ class _SumStep(Step):
 
     def run(self, fn: Callable[[B], tuple[Tensor, Tensor | float]], micro_batch: B) -> None:
         """Back-propagate the sum of a micro-batch, or store the error of ``fn`` for the closing header."""
-        self._before = None  # a loss that has back-propagated itself is divided with the rest
+        self._before, index = None, self._current().index  # a loss that has back-propagated itself is divided too
         try:
             result = fn(micro_batch)
             if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(expected(f"fn of micro-batch {self._index}", "a pair (loss_sum, n)", result))
+                raise TypeError(expected(f"fn of micro-batch {index}", "a pair (loss_sum, n)", result))
             _refuse_terms(result[0])
-            self._num_terms = self._sums.add_items(self._index, "", result[1], "n")
+            self._num_terms = self._sums.add_items(index, self._terms[""], result[1], "n")
         except Exception as error:
-            self._store_or_raise(error, is_due=True)
+            self._fail(error, is_due=True)
         else:
             self.backward(result[0])
 
     @property
     def sums(self) -> tuple[float, float, tuple[torch.dtype, torch.device]]:
         """The sum of the losses over all ranks, the number of their terms, and the dtype and device of a loss."""
-        return self._sums.totals[""], self._sums.num_items, self._sums.kind
+        return self._terms[""].total, self._sums.num_items, self._sums.kind
 
-    def _has_one_term(self, term: str) -> bool:
+    def _has_one_term(self, term: Term, index: int) -> bool:
         return float(self._num_terms) == 1
 
 

@@ -22,19 +22,14 @@ from torch import Tensor, nn
 
 from ..distributed.group import Group, resolve_group
 from ..distributed.header import Offer, agree_on, public_class, reason_of
-from ..distributed.torch_private import (
-    loss_of_schedule,
-    not_compiled,
-    num_micro_batches_of_schedule,
-    stages_of_schedule,
-)
-from ..errors import Words, check_amount, check_positive, expected
+from ..distributed.torch_private import not_compiled
+from ..errors import Words, check_amount, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import find_ranks, find_sync
-from .accumulate import Count
-from .summed_loss import SUM_UP, as_mean, check_summed_loss, not_a_sum, total_of, zero_loss
-from .token_count import as_numbers, read_count, token_rule
+from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, zero_loss
+from .token_count import Count, Term, as_numbers, read_count, token_rule
+from .torch_private import loss_of_schedule, num_micro_batches_of_schedule, stages_of_schedule
 
 T = TypeVar("T")
 
@@ -92,7 +87,8 @@ class PipelineMean:
         stages = stages_of_schedule(schedule)
         if not stages:
             raise TypeError(expected("schedule", "a schedule of torch.distributed.pipelining", schedule))
-        self._schedule, self._stages, self._count, self._given_multiplier = schedule, stages, count, multiplier
+        self._schedule, self._stages, self._count = schedule, stages, count
+        self._group, self._given_multiplier = group, multiplier
         self._model = nn.ModuleList(stage.submod for stage in stages)  # of this rank
         self._sync = find_sync(self._model)
         pipeline = resolve_group(stages[0].group)
@@ -130,8 +126,7 @@ class PipelineMean:
                 the last backward, with the gradients of the stages discarded: for a loss that is a mean, that gathers,
                 or has no graph, and for an error of ``loss_fn``.
         """
-        number, multiplier = self._open(target)
-        factor = multiplier / number if number else 0.0
+        term = self._open(target)
         num_losses = num_micro_batches_of_schedule(self._schedule) * (1 if self._ranks is None else self._ranks.size())
         errors: list[Exception] = []
         scaled: list[Tensor] = []
@@ -141,16 +136,15 @@ class PipelineMean:
             def scaled_loss(output: Any, *rest: Any, **options: Any) -> Tensor:
                 try:
                     loss = loss_fn(output, *rest, **options)
-                    check_summed_loss("loss", loss)
-                    if number != num_losses and (wrong := not_a_sum("loss", loss, f"{SUM_UP}.")) is not None:
+                    total = checked_sum(loss, "loss")
+                    if term.number != num_losses and (wrong := not_a_sum(loss, f"{SUM_UP}.", "loss")) is not None:
                         raise wrong
                 except Exception as error:
                     errors.append(error)
                     tensors = output if isinstance(output, (tuple, list)) else [output]
                     zeros = [zero_loss(one.sum()) for one in tensors if isinstance(one, Tensor) and one.requires_grad]
                     return sum(zeros[1:], zeros[0])
-                total = total_of(loss)
-                share = total * factor if factor else zero_loss(total)
+                share = total * term.factor if term.factor else zero_loss(total)
                 sums[id(share)] = share, total.detach()
                 return share
 
@@ -162,7 +156,7 @@ class PipelineMean:
         found = [sums[id(share)][1] for share in scaled if id(share) in sums]
         if losses is not None:
             losses[:] = found
-        self._close(found, number, errors)
+        self._close(found, term.number, errors)
         return outputs
 
     def mean_loss(self) -> Tensor:
@@ -177,12 +171,11 @@ class PipelineMean:
             raise RuntimeError(expected("mean_loss", "a step that has ended", Words("none"), "Call step(...) first."))
         return self._mean_loss.clone()
 
-    def _open(self, target: Any) -> tuple[float, float]:
-        """Exchange the opening headers; return the number of terms over all ranks, and the multiplier."""
+    def _open(self, target: Any) -> Term:
+        """Exchange the opening headers; return the number of terms over all ranks, and the factor."""
 
-        def bring() -> Offer[tuple[float, float]]:
-            given = self._given_multiplier
-            multiplier = self._sync.multiplier if given is None else check_positive("multiplier", given)
+        def bring() -> Offer[tuple[Term, float]]:
+            multiplier = self._sync.checked_multiplier(self._group, self._given_multiplier)
             if not torch.is_grad_enabled():
                 raise RuntimeError(expected("step", "gradients to be enabled", Words("torch.no_grad")))
             rule, has_loss = token_rule(self._count), any(stage.is_last for stage in self._stages)
@@ -190,14 +183,15 @@ class PipelineMean:
                 fix = "Pass the targets on the rank with the last stage."
                 raise ValueError(expected("target", "targets to count", target, fix))
             batch = target if rule is None or isinstance(target, Mapping) else {rule.keys[0]: target}
-            number, counts, kind = read_count(self._count, [batch] if has_loss else [], "count")
-            own = check_amount("count", math.fsum(as_numbers(counts or [])))
+            term = read_count(self._count, [batch] if has_loss else [])
+            own = check_amount("count", math.fsum(as_numbers(term.counts or [])))
             num_micro_batches = num_micro_batches_of_schedule(self._schedule)
-            facts = {"multiplier": multiplier, "micro-batches": num_micro_batches, "count": kind}
-            return Offer((number, multiplier), facts, totals=(own,))
+            facts = {"multiplier": multiplier, "micro-batches": num_micro_batches, "count": term.fact}
+            return Offer((term, multiplier), facts, totals=(own,))
 
-        (number, multiplier), totals = self._agree("PipelineMean.step", bring)
-        return (math.fsum(own for own, *_ in totals) if callable(self._count) else number), multiplier
+        (term, multiplier), totals = self._agree("PipelineMean.step", bring)
+        term.divide([own for own, *_ in totals], multiplier)
+        return term
 
     def _close(self, losses: list[Tensor], number: float, errors: list[Exception]) -> None:
         """Exchange the closing headers and keep the mean loss; on every rank, or raise after discarding gradients."""

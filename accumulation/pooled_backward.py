@@ -27,6 +27,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -132,7 +133,6 @@ def pooled_backward(
     """
 
     def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
-        window.wrappers.check_managed(others_reduce=group is not None)
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):
@@ -210,7 +210,7 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", got, fix))
         return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
 
-    return _agree_after(window, window.wrappers.is_lockstep, score_all, join).value
+    return _agree_after(partial(agree_on, CALL, window.ranks), window.wrappers.is_lockstep, score_all, join).value
 
 
 def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evaluated:
@@ -310,7 +310,7 @@ def _replay(
                 fix = "Unfreeze a parameter that they depend on, and use neither detach nor no_grad in forward."
                 raise ValueError(expected("forward", "scores with a graph", got, fix))
             if is_last or window.sync == "each":
-                window.wrappers.check_forwards("scores", scores, used)
+                window.wrappers.check_forwards("scores", [scores], used)
             if check_replay:
                 difference = torch.maximum(difference.to(scores.device), largest_difference(before, scores.detach()))
             if not is_last:
@@ -321,15 +321,14 @@ def _replay(
         return scores, grad  # of the last micro-batch; its backward, which reduces, follows the header
 
     def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
-        facts = {"forwards of DDP": window.wrappers.same_forwards}
         if not check_replay:
-            return Offer(last, facts)
+            return Offer(last)
         largest = largest_score(first)
-        return Offer(last, facts, totals=(difference, largest * tolerance(first.dtype), largest))
+        return Offer(last, totals=(difference, largest * tolerance(first.dtype), largest))
 
     state = save_rng(devices)
     try:
-        closed = _agree_after(window, window.is_lockstep, replay_all, close)
+        closed = _agree_after(partial(window.close, CALL), window.is_lockstep, replay_all, close)
         if check_replay:
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
         scores, grad = closed.value
@@ -379,7 +378,10 @@ def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
 
 
 def _agree_after(
-    window: Window, communicates: bool, run: Callable[[], T], offer: Callable[[T], Offer[U]]
+    agree: Callable[[Callable[[], Offer[U]]], Agreement[U]],
+    communicates: bool,
+    run: Callable[[], T],
+    offer: Callable[[T], Offer[U]],
 ) -> Agreement[U]:
     """Run one pass over the micro-batches, and exchange a header about it.
 
@@ -388,8 +390,8 @@ def _agree_after(
     """
     if communicates:
         done = run()
-        return agree_on(CALL, window.ranks, lambda: offer(done))
-    return agree_on(CALL, window.ranks, lambda: offer(run()))
+        return agree(lambda: offer(done))
+    return agree(lambda: offer(run()))
 
 
 @contextmanager

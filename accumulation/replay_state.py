@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..distributed.torch_private import buffer_slots
+from .torch_private import buffer_slots
 
 
 @contextmanager

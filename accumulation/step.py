@@ -14,33 +14,58 @@ first one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.group import is_initialized
-from ..distributed.header import DeviceCheck
-from ..distributed.torch_private import (
-    back_propagate_zeros,
-    backward_is_running,
-    not_compiled,
-    tensors_with_graph,
-)
+from ..distributed.header import DeviceCheck, Offer
+from ..distributed.torch_private import backward_is_running, not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
+from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
 from .inner_backward import Gradients
-from .summed_loss import SUM_UP, check_summed_loss, not_a_sum, total_of, zero_loss
-from .token_count import check_scalar
+from .summed_loss import SUM_UP, checked_sum, not_a_sum, zero_loss
+from .token_count import Term, check_scalar
+from .torch_private import tensors_with_graph
 from .window import Window
-from .window_sums import Terms, WindowSums, named
+from .window_sums import WindowSums
+
+
+class Phase(IntEnum):
+    """How far a window has come."""
+
+    OPEN = auto()  # before the last micro-batch
+    LAST = auto()  # in the last micro-batch, before its header
+    AGREED = auto()  # the header before the last backward was exchanged, and another one follows
+    CLOSED = auto()  # no header follows
+    ENDED = auto()  # the loop has run to its end
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What has happened in one micro-batch of a window."""
+
+    index: int
+    used: Sequence[bool]  # see Window.switch
+    num_calls: int = 0  # of Step.backward and Step.scale
+    num_backward: int = 0
+    recorded: set[str] = field(default_factory=set)  # the names passed to Step.record
+    unprepared: Sequence[DistributedDataParallel] = ()  # whose reduction the caller's framework must still prepare
+    # What the outermost wrappers have returned, if the ranks wait for each other in this micro-batch; None before that.
+    outputs: list[Any] | None = None
+    has_begun: bool = False  # its backward, there
 
 
 class Step:
@@ -49,27 +74,13 @@ class Step:
     _call = "accumulate"
     _mean_fix = f"{SUM_UP}, or pass num_items=, the number of terms in the mean."
 
-    def __init__(self, window: Window, terms: Terms, *, each: bool) -> None:
-        self._window, self._terms = window, terms
-        # m / N by name, 0 without terms.
-        self._factors = {name: terms.multiplier / number if number else 0.0 for name, number in terms.numbers.items()}
-        self._sums = WindowSums(window, terms, each=each)
-        self._index = -1  # of the current micro-batch; -1 outside of the loop
-        self._is_last = False
-        self._num_calls = self._num_backward = 0  # in this micro-batch
-        self._used: Sequence[bool] = ()  # see Window.switch
+    def __init__(self, window: Window, sums: WindowSums) -> None:
+        self._window, self._sums, self._terms = window, sums, sums.terms
+        self._phase = Phase.OPEN
+        self._micro_batch: MicroBatch | None = None  # None outside of the loop
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
         self._added: DeviceCheck | None = None  # that nothing was added to them before the call for it
-        self._is_prepared = True  # False while the caller's framework must still prepare the reduction of DDP
-        # Of the outermost wrappers in this micro-batch, if the ranks wait for each other in it: whether a forward has
-        # run, what it has returned, and whether a backward has begun there.
-        self._has_forward = self._has_backward = False
-        self._outputs: list[Any] = []
         self._error: Exception | None = None  # the first one, for the closing header
-        self._is_agreed = False  # whether the header before the last backward was exchanged
-        self._is_closed = False  # whether no header follows
-        self._has_ended = False
-        self._recorded: set[str] = set()  # names in this micro-batch
         self._switched = ExitStack()  # restores the wrappers' switches
 
     @not_compiled
@@ -112,8 +123,8 @@ class Step:
             rank raises alone only if it has run no forward of the model where the others communicate in theirs or in
             their backward, as under FSDP2 or ``sync="each"``.
         """
-        share = self._scale(loss, num_items, weights, others_prepare=False)
-        self._num_backward += 1
+        micro_batch, share = self._scale(loss, num_items, weights, others_prepare=False)
+        micro_batch.num_backward += 1
         share.backward()
 
     @not_compiled
@@ -130,10 +141,10 @@ class Step:
         ``accelerator.backward(step.scale(loss))`` and ``gradient_accumulation_steps=1``; otherwise it divides again.
         Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
         """
-        share = self._scale(loss, num_items, weights, others_prepare=True)
+        micro_batch, share = self._scale(loss, num_items, weights, others_prepare=True)
 
         def count(grad: Tensor) -> None:
-            self._num_backward += 1
+            micro_batch.num_backward += 1
 
         share.register_hook(count)
         return share
@@ -158,7 +169,7 @@ class Step:
         """
         self._check_naming("factor", are_named=False)
         self._begin_own_backward()
-        return self._factors[""]
+        return self._terms[""].factor
 
     @property
     @not_compiled
@@ -166,7 +177,7 @@ class Step:
         """What :attr:`factor` is, by name, for counts by name; without the weights."""
         self._check_naming("factors", are_named=True)
         self._begin_own_backward()
-        return dict(self._factors)
+        return {name: term.factor for name, term in self._terms.items()}
 
     @not_compiled
     def record(self, loss_sum: Tensor | float, name: str | None = None, *, weight: float = 1.0) -> None:
@@ -184,69 +195,44 @@ class Step:
             TypeError, ValueError: for what is not a number, or an unknown name; see also :meth:`backward`.
             RuntimeError: for a second call, or one after :meth:`backward`.
         """
-        self._begin_own_backward()
-        where, term = f"recorded loss of micro-batch {self._index}", name or ""
+        micro_batch = self._begin_own_backward()
+        index, term = micro_batch.index, self._terms.get(name or "")
         try:
-            if term not in self._terms.numbers:
-                names = Words(", ".join(map(repr, self._terms.numbers))) if self._terms.are_named else None
-                raise ValueError(expected(f"name of the {where}", f"one of {names}", name))
-            if term in self._recorded or self._num_calls:
+            if term is None:
+                names = Words(", ".join(map(repr, self._terms))) if self._sums.are_named else None
+                what = f"name of the recorded loss of micro-batch {index}"
+                raise ValueError(expected(what, f"one of {names}", name))
+            if term.name in micro_batch.recorded or micro_batch.num_calls:
                 fix = "Add the values of a micro-batch, and record them before step.backward."
-                raise RuntimeError(expected(where, "one call, before step.backward", Words("another one"), fix))
-            self._recorded.add(term)
-            value = check_scalar(where, loss_sum)
+                what, got = "one call, before step.backward", Words("another one")
+                raise RuntimeError(expected(f"recorded loss of micro-batch {index}", what, got, fix))
+            micro_batch.recorded.add(term.name)
+            value = check_scalar(loss_sum, "recorded loss", index)
             if isinstance(loss_sum, Tensor):
-                self._check_sum(where, loss_sum, term)
-            self._sums.add(self._index, term, value, weight)
+                self._check_sum(term, loss_sum, "recorded loss", index)
+            self._sums.add(index, term, value, weight)
         except Exception as error:
-            self._store_or_raise(error, is_due=False)
+            self._fail(error, is_due=False)
 
-    def _begin_own_backward(self) -> None:
-        """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
-        self._check_inside()
-        self._before = self._added = None
-        if self._is_last and not self._is_agreed:
-            self._close_window(is_early=True)
-
-    def _check_inside(self) -> None:
-        if self._index < 0:
+    def _current(self) -> MicroBatch:
+        if self._micro_batch is None:
             fix = "Call it inside the loop over accumulate(...)."
             raise RuntimeError(expected("step", "a micro-batch of a window", Words("none: the loop was left"), fix))
+        return self._micro_batch
+
+    def _begin_own_backward(self) -> MicroBatch:
+        """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
+        micro_batch = self._current()
+        self._before = self._added = None
+        if self._phase is Phase.LAST:
+            self._close_window(is_early=True)
+        return micro_batch
 
     def _check_naming(self, name: str, *, are_named: bool) -> None:
-        if are_named != self._terms.are_named:
+        if are_named != self._sums.are_named:
             what, got = ("counts by name", "one count")[:: 1 if are_named else -1]
             fix = "Use step.factors and step.mean_losses() with counts by name, step.factor without."
             raise RuntimeError(expected(name, what, Words(got), fix))
-
-    def _scale(
-        self,
-        loss: Tensor | Mapping[str, Tensor],
-        num_items: Tensor | float | Mapping[str, Tensor | float] | None,
-        weights: Mapping[str, float] | None,
-        *,
-        others_prepare: bool,
-    ) -> Tensor:
-        """Return what :meth:`scale` returns; ``others_prepare`` as in :meth:`GradientSync.check_forwards`."""
-        self._check_inside()
-        self._num_calls += 1
-        if self._before is not None:
-            self._added, self._before = self._before.check_added(), None
-        try:
-            losses = self._losses_of(loss, num_items, weights)
-            items: Any = {} if num_items is None else num_items if self._terms.are_named else {"": num_items}
-            share = self._checked_share(losses, items, weights or {}, others_prepare)
-        except Exception as error:
-            given = [*loss.values()] if isinstance(loss, Mapping) else [loss]
-            is_whole = not isinstance(loss, Mapping) or self._recorded.union(loss) >= self._terms.numbers.keys()
-            has_graph = all(isinstance(each, Tensor) and each.requires_grad for each in given)
-            if given and is_whole and has_graph and self._is_prepared:
-                self._outputs = given  # with the graph that the other ranks have
-            self._store_or_raise(error, is_due=self._num_calls == 1)
-            share = torch.zeros((), requires_grad=True)
-        if self._is_last and not self._is_agreed:
-            self._close_window()
-        return share
 
     def mean_loss(self) -> Tensor:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
@@ -284,193 +270,237 @@ class Step:
         return losses
 
     def _check_ended(self, name: str) -> None:
-        if not self._has_ended:
+        if self._phase is not Phase.ENDED:
             fix = "Call it after the loop over accumulate(...), which must have run to its end."
             raise RuntimeError(expected(name, "a window that has ended", Words("one that has not"), fix))
 
     def _iterate(self) -> Iterator[tuple[Step, Any]]:
         """Switch the wrappers for each micro-batch, yield it with this step, and check that it had one backward."""
-        window = self._window
+        window, wrappers = self._window, self._window.wrappers
         number = leave_last_loop(window.model) + 1
         LOOPS[window.model] = number, ref(self._switched)
         with self._switched as switched:
-            if window.wrappers.unwrapped is None:
-                switched.enter_context(window.wrappers.restored(quiet=window.sync != "each"))
+            if wrappers.unwrapped is None:
+                switched.enter_context(wrappers.restored(quiet=window.sync != "each"))
             if window.sync == "each":
-                window.wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
-            switched.callback(setattr, self, "_index", -1)
+                wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
+            switched.callback(setattr, self, "_micro_batch", None)
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
             if window.is_lockstep and window.ranks is not None:
-                wrappers, inside = window.wrappers, set[nn.Module]()
-                switched.callback(setattr, self, "_outputs", [])
+                inside = set[nn.Module]()
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
                     if module not in inside:
                         switched.callback(module.register_forward_hook(self._note_outputs).remove)
                         inside.update(module.modules())
-            for index, micro_batch in enumerate(window.micro_batches):
-                self._index, self._is_last = index, index == len(window.micro_batches) - 1
-                self._num_calls = self._num_backward = 0
-                self._has_forward, self._has_backward, self._outputs = False, False, []
-                self._recorded.clear()
-                self._used = window.switch(index)
-                yield self, micro_batch
-                if self._index < 0:
+            for index, batch in enumerate(window.micro_batches):
+                if index == len(window.micro_batches) - 1:
+                    self._phase = Phase.LAST
+                self._micro_batch = micro_batch = MicroBatch(index, window.switch(index))
+                yield self, batch
+                if self._micro_batch is None:
                     return  # the step raised, and the caller continued the loop
-                # Whether the loss has back-propagated itself.
-                is_own = self._num_calls == 0 and self._recorded == self._terms.numbers.keys()
-                if self._num_backward != 1 and not is_own:
-                    fix = (
-                        "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns, "
-                        "or step.record(loss_sum) for a loss that back-propagates itself."
-                    )
-                    text = expected(f"micro-batch {index}", "one backward", self._num_backward, fix)
-                    self._store_or_raise(RuntimeError(text), is_due=not (self._num_backward or self._recorded))
-                elif is_own and self._is_last and not self._has_used_ddp():
-                    self._store_or_raise(unseen_forward("loss"), is_due=False)
-                if self._is_last and not self._is_closed:
+                if micro_batch.num_backward != 1:
+                    self._check_own_backward(micro_batch)
+                if Phase.LAST <= self._phase < Phase.CLOSED:
                     self._close_window()  # the last call of backward was left out, or its header came too early
-            if not (self._is_prepared or all(window.wrappers.forwards_seen)):
+            if not all(map(has_run_forward, micro_batch.unprepared)):
                 discard_gradients_(window.model)
                 raise unseen_forward("loss")
-            self._has_ended = True
-        window.wrappers.leave_as_reduced()
+            self._phase = Phase.ENDED
+        wrappers.leave_as_reduced()
         if is_initialized():
-            note_count(window.model, math.fsum(self._terms.numbers.values()))
+            note_count(window.model, sum(term.number for term in self._terms.values()))
 
-    def _losses_of(self, loss: Any, num_items: object, weights: object) -> dict[str, Tensor]:
+    def _check_own_backward(self, micro_batch: MicroBatch) -> None:
+        """Check that the loss of ``micro_batch``, which has not had one backward of this step, had its own."""
+        if micro_batch.num_calls or micro_batch.recorded != self._terms.keys():
+            fix = (
+                "Call step.backward(loss) once per iteration, or backward() on what step.scale(loss) returns, "
+                "or step.record(loss_sum) for a loss that back-propagates itself."
+            )
+            text = expected(f"micro-batch {micro_batch.index}", "one backward", micro_batch.num_backward, fix)
+            self._fail(RuntimeError(text), is_due=not (micro_batch.num_backward or micro_batch.recorded))
+        elif self._phase is not Phase.OPEN and not self._window.wrappers.reduces_all(micro_batch.used):
+            self._fail(unseen_forward("loss"), is_due=False)
+
+    def _scale(
+        self,
+        loss: Tensor | Mapping[str, Tensor],
+        num_items: Tensor | float | Mapping[str, Tensor | float] | None,
+        weights: Mapping[str, float] | None,
+        *,
+        others_prepare: bool,
+    ) -> tuple[MicroBatch, Tensor]:
+        """Return the micro-batch and what :meth:`scale` returns; see also :meth:`GradientSync.check_forwards`."""
+        micro_batch = self._current()
+        micro_batch.num_calls += 1
+        if self._before is not None:
+            self._added, self._before = self._before.check_added(), None
+        try:
+            losses = self._losses_of(micro_batch, loss, num_items, weights)
+            if self._reaches_wrappers:
+                name = f"loss of micro-batch {micro_batch.index}"
+                micro_batch.unprepared = self._window.wrappers.check_forwards(
+                    name, losses.values(), micro_batch.used, others_prepare=others_prepare
+                )
+            items: Any = {} if num_items is None else num_items if self._sums.are_named else {"": num_items}
+            share = self._share(micro_batch.index, losses, items, weights or {})
+        except Exception as error:
+            given = [*loss.values()] if isinstance(loss, Mapping) else [loss]
+            is_whole = not isinstance(loss, Mapping) or micro_batch.recorded.union(loss) >= self._terms.keys()
+            self._fail(error, is_due=micro_batch.num_calls == 1, losses=given if is_whole else ())
+            share = torch.zeros((), requires_grad=True)
+        if self._phase is Phase.LAST:
+            self._close_window()
+        return micro_batch, share
+
+    def _losses_of(
+        self, micro_batch: MicroBatch, loss: Any, num_items: object, weights: object
+    ) -> Mapping[str, Tensor]:
         """Check a micro-batch's call, and return its losses by name, in the order of the counts."""
-        name, numbers = f"loss of micro-batch {self._index}", self._terms.numbers
-        if self._num_calls > 1:
+        index, terms = micro_batch.index, self._terms
+        if micro_batch.num_calls > 1:
             fix = "Add the losses of a micro-batch, then call it once."
-            what = f"step of micro-batch {self._index}"
-            raise RuntimeError(expected(what, "one call of backward or scale", self._num_calls, fix))
-        if not self._terms.are_named:
+            what = f"step of micro-batch {index}"
+            raise RuntimeError(expected(what, "one call of backward or scale", micro_batch.num_calls, fix))
+        if not self._sums.are_named:
             if weights is not None:
-                what = f"weights of micro-batch {self._index}"
-                raise ValueError(expected(what, "None without counts by name", weights))
-            check_summed_loss(name, loss)
-            return {"": loss}
+                raise ValueError(expected(f"weights of micro-batch {index}", "None without counts by name", weights))
+            return {"": checked_sum(loss, "loss", index)}
+        name = f"loss of micro-batch {index}"
         if not isinstance(loss, Mapping):
-            raise TypeError(expected(name, f"a mapping of {list(numbers)} to summed losses", loss))
-        losses = {term: loss[term] for term in numbers if term in loss}
-        if len(losses) < len(loss) or not losses or losses.keys() | self._recorded != numbers.keys():
-            what = f"the names {list(numbers)}, without those that were recorded"
+            raise TypeError(expected(name, f"a mapping of {[*terms]} to summed losses", loss))
+        if not loss or loss.keys() - terms.keys() or loss.keys() | micro_batch.recorded != terms.keys():
+            what = f"the names {[*terms]}, without those that were recorded"
             fix = "A micro-batch without terms of a name passes a sum of 0 with its graph."
             raise ValueError(expected(name, what, Words(str(list(loss))), fix))
         for what, given in (("weights", weights), ("num_items", num_items)):
-            if given is not None and not (isinstance(given, Mapping) and given.keys() <= losses.keys()):
-                name = f"{what} of micro-batch {self._index}"
-                raise ValueError(expected(name, f"a mapping of names among {list(losses)} to numbers", given))
-        for term, each in losses.items():
-            check_summed_loss(named(name, term), each)
+            if given is not None and not (isinstance(given, Mapping) and given.keys() <= loss.keys()):
+                what = f"{what} of micro-batch {index}"
+                names = [term for term in terms if term in loss]
+                raise ValueError(expected(what, f"a mapping of names among {names} to numbers", given))
+        losses = {}
+        for term in terms:
+            if term in loss:
+                losses[term] = checked_sum(loss[term], "loss", index, term)
         return losses
 
-    def _checked_share(
+    @property
+    def _reaches_wrappers(self) -> bool:
+        """Whether the backward of this micro-batch has to begin in a forward of the wrappers."""
+        return self._phase is not Phase.OPEN or self._window.sync == "each" or bool(self._window.wrappers.fsdp)
+
+    def _share(
         self,
-        losses: dict[str, Tensor],
+        index: int,
+        losses: Mapping[str, Tensor],
         num_items: Mapping[str, Tensor | float],
         weights: Mapping[str, float],
-        others_prepare: bool,
     ) -> Tensor:
-        """Check the losses of a micro-batch, record their sums, and return the sum of ``weight * m * S / N``."""
-        name = f"loss of micro-batch {self._index}"
-        wrappers = self._window.wrappers
-        if self._is_last or self._window.sync == "each" or wrappers.fsdp:
-            self._is_prepared = False  # until the check has passed
-            first, *others = losses.values()
-            graph = sum(others, first)
-            self._is_prepared = wrappers.check_forwards(name, graph, self._used, others_prepare=others_prepare)
+        """Add the sums of micro-batch ``index``, and return the sum of ``weight * m * S / N``."""
         items: dict[str, Tensor | float] = {}
-        for term, given in num_items.items():
-            items[term] = self._sums.add_items(self._index, term, given)
-
-        def is_empty(term: str) -> bool:  # as far as the host knows
-            number = items.get(term, 1)
-            return not self._factors[term] or not (isinstance(number, Tensor) or number)
-
-        share = None
-        for term, loss in losses.items():
-            number, weight = items.get(term), weights.get(term, 1.0)
-            self._check_sum(name, loss, term, may_be_mean=number is not None)
-            total = total_of(loss)
-            if is_empty(term):
-                total = zero_loss(total, [each for other, each in losses.items() if not is_empty(other)])
+        for name, given in num_items.items():
+            items[name] = self._sums.add_items(index, self._terms[name], given)
+        share, empty = None, set()  # names without terms, as far as the host knows
+        for name in losses:
+            given = items.get(name, 1)
+            if not self._terms[name].factor or not (isinstance(given, Tensor) or given):
+                empty.add(name)
+        for name, total in losses.items():
+            term, number = self._terms[name], items.get(name)
+            self._check_sum(term, total, "loss", index, may_be_mean=number is not None)
+            if name in empty:
+                total = zero_loss(total, [other for live, other in losses.items() if live not in empty])
             elif isinstance(number, Tensor):
                 number = number.to(total.device, total.dtype)
                 total = torch.where(number == 0, torch.zeros_like(total), total * number)
             elif number is not None:
                 total = total * number
-            self._sums.add(self._index, term, total, weight)
-            part = total * (weight * self._factors[term])
+            part = total * (self._sums.add(index, term, total, weights.get(name, 1.0)) * term.factor)
             share = part if share is None else share + part
         assert share is not None
         return share
 
-    def _check_sum(self, name: str, loss: Tensor, term: str, *, may_be_mean: bool = False) -> None:
+    def _check_sum(self, term: Term, loss: Tensor, what: str, index: int, *, may_be_mean: bool = False) -> None:
         """Raise ValueError for a loss that gathers or compares rows, or a mean, if the graph shows it."""
-        over_ranks = self._window.ranks is not None
-        error = not_a_sum(named(name, term), loss, self._mean_fix, over_ranks=over_ranks, may_be_mean=may_be_mean)
-        if error is not None and not self._has_one_term(term):
+        over_ranks, name = self._window.ranks is not None, (what, index, term.name)
+        error = not_a_sum(loss, self._mean_fix, *name, over_ranks=over_ranks, may_be_mean=may_be_mean)
+        if error is not None and not self._has_one_term(term, index):
             raise error
 
-    def _has_used_ddp(self) -> bool:
-        """Whether DDP has prepared to reduce in this micro-batch what it has computed in the window."""
-        seen = self._window.wrappers.forwards_seen
-        return not seen or (any(seen) and not any(used and not now for used, now in zip(self._used, seen)))
-
-    def _has_one_term(self, term: str) -> bool:
-        """Whether this micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""
-        counts, window = self._terms.counts[term], self._window
-        whole = self._terms.numbers[term] == sum(window.num_micro_batches)
-        return whole if counts is None else bool(counts[self._index] == 1)
+    def _has_one_term(self, term: Term, index: int) -> bool:
+        """Whether the micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""
+        if term.counts is not None:
+            return bool(term.counts[index] == 1)
+        return term.number == sum(self._window.num_micro_batches)
 
     def _note_outputs(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Note where the backward of a forward begins."""
         if torch.compiler.is_compiling() or backward_is_running():  # a checkpoint recomputes a forward
             return
+        micro_batch = self._current()
 
         def note(grad: Tensor) -> None:
-            self._has_backward = True
+            micro_batch.has_begun = True
 
-        self._has_forward = True
+        micro_batch.outputs = micro_batch.outputs or []
         for tensor in tensors_with_graph(outputs):
-            self._outputs.append(get_gradient_edge(tensor))
+            micro_batch.outputs.append(_root_of(tensor))
             tensor.register_hook(note)
 
-    def _store_or_raise(self, error: Exception, *, is_due: bool) -> None:
+    def _fail(self, error: Exception, *, is_due: bool, losses: Sequence[Tensor] = ()) -> None:
         """Store ``error`` for the closing header; raise it if none follows, or if this rank cannot get there.
 
         If the backward of the micro-batch ``is_due``, and the others communicate in theirs, zeros are back-propagated.
+        ``losses`` are all that the micro-batch was to back-propagate.
         """
-        window, wrappers = self._window, self._window.wrappers
-        is_due = is_due and not self._has_backward
-        reduces = self._is_agreed and bool(wrappers.ddp or wrappers.fsdp)
-        is_awaited = is_due and (reduces or (window.is_lockstep and not self._is_last))
-        hangs = (is_awaited and not self._outputs) or (is_due and wrappers.is_lockstep and not self._has_forward)
-        if window.ranks is None or self._is_closed or hangs:
-            if not self._is_closed:
+        window, wrappers, micro_batch = self._window, self._window.wrappers, self._current()
+        is_due = is_due and not micro_batch.has_begun
+        reduces = self._phase >= Phase.AGREED and bool(wrappers.ddp or wrappers.fsdp)
+        is_awaited = is_due and (reduces or (window.is_lockstep and self._phase is Phase.OPEN))
+        # If the loss itself is usable, back-propagate zeros from it, as the other ranks do from theirs.
+        has_graph = bool(losses) and all(isinstance(loss, Tensor) and loss.requires_grad for loss in losses)
+        is_usable = has_graph and not (self._reaches_wrappers and wrappers.unprepared(losses, micro_batch.used))
+        roots = [*map(_root_of, losses)] if is_usable else micro_batch.outputs
+        hangs = (is_awaited and not roots) or (is_due and wrappers.is_lockstep and micro_batch.outputs is None)
+        if window.ranks is None or self._phase >= Phase.CLOSED or hangs:
+            if self._phase < Phase.CLOSED:
                 self._abandon()
             raise error
         self._error = self._error or error
-        if is_awaited:
-            back_propagate_zeros(self._outputs)
+        if is_awaited and roots:
+            edges, zeros = zip(*roots)
+            torch.autograd.backward(edges, [make() for make in zeros])
 
     def _close_window(self, *, is_early: bool = False) -> None:
-        """Exchange a closing header and note what follows; see :meth:`WindowSums.exchange`."""
+        """Exchange a closing header; if any rank ``is_early``, before its last loss is known, another one follows."""
+        call = f"{self._call} (end of the window)"
+
+        def bring() -> Offer[None]:
+            if self._error is not None:
+                raise self._error
+            return self._sums.offer(self._added, is_early=is_early)
+
         try:
-            self._is_closed = self._sums.exchange(self._call, is_early=is_early, error=self._error, check=self._added)
+            is_last = self._sums.take(call, self._window.close(call, bring, is_early=is_early))
         except Exception:
             self._abandon()
             raise
-        self._is_agreed = True
+        self._phase = Phase.CLOSED if is_last else Phase.AGREED
 
     def _abandon(self) -> None:
         """Discard the gradients of the window, unless no rank has run a backward, and reset the wrappers."""
         window = self._window
-        has_begun = self._index > 0 if window.ranks is None else max(window.num_micro_batches) > 1
-        if has_begun or self._is_agreed:
+        numbers = window.num_micro_batches if window.ranks is not None else (self._current().index + 1,)
+        if max(numbers) > 1 or self._phase >= Phase.AGREED:
             discard_gradients_(window.model)
         else:
             window.wrappers.forget_forwards()
         self._switched.close()  # not when the generator ends: the caller may keep it
+
+
+def _root_of(tensor: Tensor) -> tuple[Any, Callable[[], Tensor]]:
+    """Return where the backward of ``tensor`` begins, and what makes a gradient of zero for it, without the tensor."""
+    zeros = partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return get_gradient_edge(tensor), zeros

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..distributed.torch_private import is_mean, is_of_pool, is_over_ranks
+from ..distributed.torch_private import OF_POOL, OVER_RANKS, is_mean, notes_of
 from ..errors import Words, expected
 
 _HALF = torch.float16, torch.bfloat16
@@ -17,39 +17,50 @@ _HALF = torch.float16, torch.bfloat16
 SUM_UP = 'Sum it up, as with reduction="sum"'
 
 
+def named(what: str, *places: int | str) -> str:
+    """Return how a message calls ``what``: of which micro-batch (an int), and of which of the losses by name."""
+    for place in places:
+        if place != "":
+            what += f" of micro-batch {place}" if isinstance(place, int) else f" of {place!r}"
+    return what
+
+
 def not_a_sum(
-    name: str, loss: Tensor, fix: str, *, over_ranks: bool = True, may_be_mean: bool = False
+    loss: Tensor, fix: str, *name: Any, over_ranks: bool = True, may_be_mean: bool = False
 ) -> ValueError | None:
     """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum.
 
-    Of one term it is a sum too, which is for the caller to know.
+    Of one term it is a sum too, which is for the caller to know. ``name`` are the arguments of :func:`named`.
     """
-    if over_ranks and is_over_ranks(loss):  # adding it would count the rows of all ranks again
+    notes = notes_of(loss)
+    if over_ranks and OVER_RANKS in notes:  # adding it would count the rows of all ranks again
+        what, got = "the sum over this rank's terms", "a loss over the rows of all ranks"
         fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
-        got = Words("a loss over the rows of all ranks")
-        return ValueError(expected(name, "the sum over this rank's terms", got, fix))
-    if is_of_pool(loss):
+    elif OF_POOL in notes:
+        what = "the sum over its terms"
+        got = "the mean of a loss that compares its rows, or weighs them by the numbers of their classes"
         fix = "Use pooled_backward, for the loss over the rows of the whole window."
-        got = Words("the mean of a loss that compares its rows, or weighs them by the numbers of their classes")
-        return ValueError(expected(name, "the sum over its terms", got, fix))
-    if not may_be_mean and is_mean(loss):
-        return ValueError(expected(name, "the sum over its terms", Words("a mean"), fix))
-    return None
+    elif not may_be_mean and is_mean(loss):
+        what, got = "the sum over its terms", "a mean"
+    else:
+        return None
+    return ValueError(expected(named(*name), what, Words(got), fix))
 
 
-def check_summed_loss(name: str, loss: Any) -> None:
-    """Raise TypeError or ValueError when ``loss`` cannot be back-propagated as a scalar."""
+def checked_sum(loss: Any, *name: Any) -> Tensor:
+    """Return ``loss`` as a scalar, or raise TypeError or ValueError if it has no gradient; ``name`` as in `named`.
+
+    In float32 for half precision: that would round m / N, and float16 ends at 65504.
+    """
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise TypeError(expected(name, "a floating-point tensor", loss, "Pass the summed loss, with its graph."))
+        raise TypeError(
+            expected(named(*name), "a floating-point tensor", loss, "Pass the summed loss, with its graph.")
+        )
     if loss.numel() != 1:
-        raise ValueError(expected(name, "one element", loss, "Use loss.sum(), the sum over the terms."))
+        raise ValueError(expected(named(*name), "one element", loss, "Use loss.sum(), the sum over the terms."))
     if not (loss.requires_grad and torch.is_grad_enabled()):
         fix = "Compute it with gradients enabled, and do not detach it. A model without trainable parameters has none."
-        raise ValueError(expected(name, "a loss with a graph", Words("one without"), fix))
-
-
-def total_of(loss: Tensor) -> Tensor:
-    """Return the loss as a scalar, in float32 for half precision: that would round m / N, and float16 ends at 65504."""
+        raise ValueError(expected(named(*name), "a loss with a graph", Words("one without"), fix))
     total = loss.float() if loss.dtype in _HALF else loss
     return total.reshape(()) if total.ndim else total
 

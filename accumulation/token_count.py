@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,9 +17,11 @@ from ..distributed.group import Group, header_device, is_initialized, resolve_gr
 from ..distributed.header import DeviceCheck, Offer, agree_on, public_class, reason_of
 from ..errors import Words, check_amount, check_int, expected, is_from_a_check, warn
 from ..kernels.documents import SHIFTED_DOCUMENTS, check_tokens, same_document
+from .summed_loss import named
 from .window import list_micro_batches
 
 B = TypeVar("B")
+Count = Callable[[Any], Tensor | float] | Tensor | float
 
 _HOST = torch.device("cpu")
 # Relative tolerance between num_items and a count: integers agree exactly, float32 sums of weights do not.
@@ -186,37 +189,54 @@ def token_rule(count: object) -> TokenRule | None:
     return TokenRule(**count.keywords).check()
 
 
-def read_count(
-    count: Any, micro_batches: Sequence[Any], label: str
-) -> tuple[float, list[Tensor | float] | None, object]:
-    """Return the number of terms if it was given, or that of each micro-batch; and what must be equal on all ranks."""
+@dataclass(slots=True)
+class Term:
+    """One loss of a window: the number of terms that it sums, and its sums; a loss without a name has the name ""."""
+
+    name: str
+    fact: object  # what must be equal on all ranks: the number, or how it is counted
+    number: float = 0.0  # N, over all ranks and micro-batches
+    counts: list[Tensor | float] | None = None  # of this rank's micro-batches; None when the caller passed N
+    factor: float = 0.0  # m / N; 0 without terms
+    weight: float | None = None  # in the loss of the window; None until it is known
+    sums: list[Any] = field(default_factory=list)  # of this rank's micro-batches, until they are exchanged
+    total: float = 0.0  # the sum over all ranks, of what was exchanged
+
+    def divide(self, counted: Sequence[float], multiplier: float) -> None:
+        """Set N, from the counts of all ranks unless the caller passed it, and the factor."""
+        if self.counts is not None:
+            self.number = math.fsum(counted)
+        self.factor = multiplier / self.number if self.number else 0.0
+
+
+def read_count(count: Any, micro_batches: Sequence[Any], name: str = "") -> Term:
+    """Return the loss ``name`` with its number of terms if that was given, or that of each micro-batch."""
+    if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
+        number = float(check_scalar(count, "count", name))
+        if not 0 <= number < math.inf:
+            check_amount(named("count", name), number)
+        # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
+        return Term(name, Words(f"{number:.17g} over all ranks"), number)
     rule = token_rule(count)
     count_terms = count if rule is None else rule.num_valid
     if callable(count_terms):
-        counts = counts_of(micro_batches, count_terms, label)
         # The ranks cannot compare functions: each rank has an object of its own.
-        return 0.0, counts, rule or Words("a function")
-    if isinstance(count, (Tensor, int, float)) and not isinstance(count, bool):
-        number = check_amount(label, float(as_numbers([check_scalar(label, count)])[0]))
-        # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
-        return number, None, Words(f"{number:.17g} over all ranks")
+        return Term(name, rule or Words("a function"), counts=counts_of(micro_batches, count_terms, name))
     what = "a function of a micro-batch, count_valid_tokens, or the number of terms over all ranks"
     fix = f"For mappings pass functools.partial(count_valid_tokens, key={count!r}). {OF_TUPLES}"
-    raise TypeError(expected(label, what, count, fix if isinstance(count, str) else ""))
+    raise TypeError(expected(named("count", name), what, count, fix if isinstance(count, str) else ""))
 
 
-def counts_of(
-    micro_batches: Sequence[B], count: Callable[[B], Tensor | float], what: str = "count"
-) -> list[Tensor | float]:
+def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float], name: str = "") -> list[Tensor | float]:
     """Return ``count(micro_batch)`` of each on this rank, not yet read; an error names the micro-batch."""
     counts: list[Tensor | float] = []
     for index, micro_batch in enumerate(micro_batches):
         try:
             counted = count(micro_batch)
         except Exception as error:
-            kind, name = public_class(error), f"{what} of micro-batch {index}"
+            kind, label = public_class(error), named("count", name, index)
             if is_from_a_check(error):
-                raise kind(f"{name}: {error}") from None
+                raise kind(f"{label}: {error}") from None
             # Every rank prints a traceback. Shorten it, and name the line of the caller's function in the text. The
             # first frame is of this module.
             place, trace = "", error.__traceback__ and error.__traceback__.tb_next
@@ -224,35 +244,37 @@ def counts_of(
                 code = trace.tb_frame.f_code
                 place = f", raised in {code.co_name} ({code.co_filename}, line {trace.tb_lineno})"
             text = f"{type(error).__name__}: " + reason_of(error).removeprefix(f"{type(error).__name__}: ")
-            raise kind(expected(name, "a number", Words(text + place))) from None
-        counts.append(check_scalar(f"{what} of micro-batch {index}", counted))
+            raise kind(expected(label, "a number", Words(text + place))) from None
+        counts.append(check_scalar(counted, "count", name, index))
     return counts
 
 
 def check_amounts(
-    names: Sequence[str],
     values: Sequence[Tensor | float],
+    name_of: Callable[[int], str],
     ranks: ProcessGroup | None,
     counts: Sequence[Tensor | float] = (),
 ) -> DeviceCheck | None:
     """Check that all ``values`` are finite and >= 0: now, or with the header of ``ranks`` if they travel with it.
 
-    With ``counts`` each must be equal to its count.
+    ``name_of`` takes the place of a value. With ``counts`` each value must be equal to its count.
     """
 
     def check() -> None:
-        for name, number, wanted in zip(names, as_numbers(values), as_numbers(counts or values)):
-            check_amount(name, number)
+        for place, (number, wanted) in enumerate(zip(as_numbers(values), as_numbers(counts or values))):
+            if not 0 <= number < math.inf:
+                check_amount(name_of(place), number)
             if not abs(number - wanted) <= _ROUNDING * wanted:
+                what = f"{wanted:.17g}, the count of the micro-batch"
                 fix = "Count exactly the terms that the loss is a mean of: after the shift, without those ignored."
-                raise ValueError(expected(name, f"{wanted:.17g}, the count of the micro-batch", number, fix))
+                raise ValueError(expected(name_of(place), what, number, fix))
 
     def error() -> Exception:
         try:
             check()
         except Exception as found:
             return found
-        raise AssertionError(names)
+        raise AssertionError(values)
 
     if ranks is None or not _travel([*values, *counts], ranks):
         check()
@@ -267,7 +289,8 @@ def check_amounts(
 
 def sums_of(lists: Sequence[Sequence[Tensor | float]], ranks: ProcessGroup | None) -> list[Tensor | float]:
     """Return the sum of each list, exactly. Sums that the header of ``ranks`` can take from the device stay there."""
-    if not _travel(flat := [value for values in lists for value in values], ranks):
+    flat = [*chain.from_iterable(lists)]
+    if ranks is None or not _travel(flat, ranks):
         numbers = iter(as_numbers(flat))
         return [math.fsum(islice(numbers, len(values))) for values in lists]
     sums: list[Tensor | float] = []
@@ -286,25 +309,25 @@ def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.stack(scalars if is_one else [scalar.to(torch.float64) for scalar in scalars])
 
 
-def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup | None) -> bool:
+def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup) -> bool:
     """Whether tensors among ``values`` are where the header of ``ranks`` travels, if that is an accelerator."""
-    if ranks is None or (device := header_device(ranks)) == _HOST:
+    if (device := header_device(ranks)) == _HOST:
         return False
     tensors = [value for value in values if isinstance(value, Tensor)]
     return bool(tensors) and all(value.device == device for value in tensors)
 
 
-def check_scalar(name: str, value: Any) -> Tensor | float:
-    """Return ``value`` if it is a number, or its only element if it is a real tensor; else raise."""
+def check_scalar(value: Any, *name: Any) -> Tensor | float:
+    """Return ``value`` if it is a number, or its only element if it is a real tensor; ``name`` as in :func:`named`."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(expected(name, "one element", value, "Sum it first."))
+            raise ValueError(expected(named(*name), "one element", value, "Sum it first."))
         if value.is_complex():
-            raise TypeError(expected(name, "a real number", value))
+            raise TypeError(expected(named(*name), "a real number", value))
         value = value.detach()
         return value.reshape(()) if value.ndim else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(expected(name, "a number or a tensor of one element", value))
+        raise TypeError(expected(named(*name), "a number or a tensor of one element", value))
     return value
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, group_ranks
-from ..distributed.header import NUM_TOTALS, Offer, agree_on
+from ..distributed.header import NUM_TOTALS, Agreement, Offer, agree_on
 from ..errors import RankValueError, Words, check_count, expected
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync
 
@@ -64,12 +64,9 @@ class Window(NamedTuple):
     micro_batches: list[Any]
     sync: str
     ranks: ProcessGroup | None  # None when this process is alone
+    # Whether a micro-batch before the last communicates, so that all ranks must run the same number of them.
+    is_lockstep: bool
     num_micro_batches: tuple[int, ...] = ()  # of each rank; known after the opening header
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether a micro-batch before the last communicates, so that all ranks must run the same number of them."""
-        return self.wrappers.is_lockstep or (self.sync == "each" and bool(self.wrappers.ddp or self.wrappers.fsdp))
 
     def switch(self, index: int) -> Sequence[bool]:
         """Set whether the backward of micro-batch ``index`` reduces; call it before the forward.
@@ -83,6 +80,21 @@ class Window(NamedTuple):
         if index == 0 or is_last or self.sync == "each":
             self.wrappers.watch_forwards()
         return used
+
+    def close(self, call: str, bring: Callable[[], Offer[T]], *, is_early: bool = False) -> Agreement[T]:
+        """Exchange the header before the backward that reduces; every rank must have run a forward of DDP for it.
+
+        If it ``is_early``, the forward of this rank may follow.
+        """
+
+        def bring_all() -> Offer[T]:
+            offer, forwards = bring(), self.wrappers.same_forwards
+            if is_early and self.wrappers.ddp:
+                forwards = forwards._replace(value=Words("some"))
+            offer.facts = {"forwards of DDP": forwards, **offer.facts}
+            return offer
+
+        return agree_on(call, self.ranks, bring_all)
 
     def check_equal_numbers(self) -> None:
         """Raise RankValueError on every rank when the ranks have different numbers of micro-batches."""
@@ -105,13 +117,15 @@ def open_window(
     sync: str,
     group: Group,
     multiplier: float | None = None,
-    by_hand: str = _BY_HAND,
     bring: Callable[[Window], Offer[T]],
+    by_hand: str = _BY_HAND,
+    sums_later: bool = False,
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
     ``bring`` checks the arguments that only ``call`` has, and returns its part of the header. The other arguments are
-    those of :func:`accumulate`, and the advice for a model without wrappers.
+    those of :func:`accumulate`, the advice for a model without wrappers, and whether the caller adds up later what no
+    wrapper reduces.
     """
     known = None
     with suppress(Exception):  # bring_all raises it again, so that the header reports it
@@ -120,13 +134,16 @@ def open_window(
 
     def bring_all() -> Offer[tuple[Window, T]]:
         wrappers = known or find_sync(model)
-        window = Window(model, wrappers, list_micro_batches(micro_batches), sync, ranks)
+        is_lockstep = wrappers.is_lockstep or (sync == "each" and bool(wrappers.ddp or wrappers.fsdp))
+        window = Window(model, wrappers, list_micro_batches(micro_batches), sync, ranks, is_lockstep)
         count = len(window.micro_batches)
         if count == 0:
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
             raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
         wrappers.check_sync(sync, count)
         wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=by_hand)
+        if not sums_later:
+            wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
         offer = bring(window)
         facts = {"sync": sync, "wrapper": wrappers.kind, "SyncBatchNorm": wrappers.shares_statistics}
         totals = [*offer.totals, *[0] * (NUM_TOTALS - 1 - len(offer.totals)), wrappers.forwards_since]

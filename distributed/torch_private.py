@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError
 
@@ -94,7 +93,7 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-_MEAN, _OVER_RANKS, _OF_POOL = "fullrank: a mean", "fullrank: over ranks", "fullrank: of a pool"
+MEAN, OVER_RANKS, OF_POOL = "fullrank: a mean", "fullrank: over ranks", "fullrank: of a pool"
 _SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
 _SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
@@ -102,40 +101,31 @@ _SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackw
 def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
     """Note in the graph of ``loss`` what it is, and return it.
 
-    A ``mean``, for :func:`is_mean`; ``over_ranks``, of the rows of several ranks, for :func:`is_over_ranks`;
-    ``of_pool``, if it compares its rows, for :func:`is_of_pool`.
+    A ``mean``, one ``over_ranks``, of the rows of several ranks, and ``of_pool``, if it compares its rows; all are for
+    :func:`notes_of`.
     """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:
-        for note, holds in ((_MEAN, mean), (_OVER_RANKS, over_ranks), (_OF_POOL, of_pool)):
+        for note, holds in ((MEAN, mean), (OVER_RANKS, over_ranks), (OF_POOL, of_pool)):
             if holds:
                 node.metadata[note] = True
     return loss
 
 
-def is_over_ranks(loss: Tensor) -> bool:
-    """Return True if a note in the graph says that ``loss``, or a part of a weighted sum, is over several ranks."""
-    return _is_noted(loss, _OVER_RANKS)
-
-
-def is_of_pool(loss: Tensor) -> bool:
-    """Return True if a note in the graph says that ``loss``, or a part of a weighted sum, compares its rows."""
-    return _is_noted(loss, _OF_POOL)
-
-
-def _is_noted(loss: Tensor, note: str) -> bool:
+def notes_of(loss: Tensor) -> set[str]:
+    """Return the notes in the graph of ``loss``, or of a part of a weighted sum, among them OVER_RANKS and OF_POOL."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
+    notes: set[str] = set()
     while nodes:
         node = nodes.pop()
         if node in seen:
             continue
         seen.add(node)
-        if note in node.metadata:
-            return True
+        notes.update(node.metadata)
         if node.name() in _SAME_VALUE or node.name().startswith(_SUMS_AND_FACTORS):
             nodes += [parent for parent, _ in node.next_functions]
-    return False
+    return notes
 
 
 def is_mean(loss: Tensor) -> bool:
@@ -146,20 +136,21 @@ def is_mean(loss: Tensor) -> bool:
     """
     node: Any = loss.grad_fn
     divisors: list[Any] = []
-    while node is not None and _MEAN not in node.metadata:
-        is_division = node.name().startswith("DivBackward")
-        if not is_division and node.name() not in _SAME_VALUE:
+    while node is not None and MEAN not in node.metadata:
+        if node.name().startswith("DivBackward"):
+            divisors.append(divisor := node._saved_other)
+            if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
+                return False  # reading it would wait for the device
+        elif node.name() not in _SAME_VALUE:
             break
-        divisors += [node._saved_other] if is_division else []
         node = node.next_functions[0][0]
-    # Reading a divisor on an accelerator would wait for the device.
-    if node is None or any(isinstance(divisor, Tensor) and divisor.device.type != "cpu" for divisor in divisors):
+    if node is None:
         return False
     if node.name().startswith("MeanBackward"):
         is_recorded = node._saved_self_sym_numel != 1
     else:
         is_recorded = getattr(node, "_saved_reduction", None) == 1 and node._saved_target.numel() != 1
-        is_recorded = is_recorded or _MEAN in node.metadata
+        is_recorded = is_recorded or MEAN in node.metadata
     return bool(is_recorded and all(divisor >= 1 for divisor in divisors))
 
 
@@ -174,43 +165,3 @@ def loss_parallel_is_active() -> bool:
 def backward_is_running() -> bool:
     """Return True while a backward pass runs, in which activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1
-
-
-def tensors_with_graph(outputs: object) -> list[Tensor]:
-    """Return the plain tensors with a graph in what a module returns; FSDP2 looks for them in the same way."""
-    return [leaf for leaf in tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad]
-
-
-def back_propagate_zeros(roots: Sequence[Any]) -> None:
-    """Run the backward of tensors, or edges of tensors that nobody has to hold any more, with gradients of zero."""
-    zeros = []
-    for root in roots:
-        like = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
-        zeros.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
-    torch.autograd.backward(roots, zeros)
-
-
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict in which ``module`` stores its own buffers; writing to it changes the module."""
-    return module._buffers
-
-
-def stages_of_schedule(schedule: Any) -> list[Any]:
-    """Return the stages of a pipeline schedule on this rank; none for another object."""
-    return list(getattr(schedule, "_stages", None) or [stage for stage in [getattr(schedule, "_stage", None)] if stage])
-
-
-def num_micro_batches_of_schedule(schedule: Any) -> int:
-    """Return the number of micro-batches that a pipeline schedule cuts a batch into."""
-    return int(schedule._n_microbatches)
-
-
-@contextmanager
-def loss_of_schedule(schedule: Any, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Let a pipeline schedule use ``change(loss_fn)`` inside, and not divide gradients by the micro-batches."""
-    kept = schedule._loss_fn, schedule.scale_grads
-    schedule._loss_fn, schedule.scale_grads = change(kept[0]), False
-    try:
-        yield
-    finally:
-        schedule._loss_fn, schedule.scale_grads = kept

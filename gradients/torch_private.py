@@ -145,7 +145,7 @@ def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
 def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
     """Return True if one of ``modules`` is a FullyShardedDataParallel, which FSDP2 replaces."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
+    return bool([module for module in modules if fsdp and isinstance(module, fsdp.FullyShardedDataParallel)])
 
 
 def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:
@@ -159,35 +159,35 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     They belong to FSDPModules in ``model`` and, if these do not manage all trainable parameters, to FSDPModules around
     it. FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
+    if not (wrapped := _wrapped_modules()):
         return []
     listed = list(model.parameters())  # once, because reading them for each group would take most of the time
     ids, inside = set(map(id, listed)), fsdp_modules(model.modules())
     groups = [FsdpGroup(group, ids, module) for module in inside for group in _param_groups(module)]
     managed = {id(form) for group in groups for form in group.parameters()}
     missing = {id(p) for p in listed if p.requires_grad} - managed
-    if missing:
-        from torch.distributed._composable_state import _module_state_mapping
-
-        known = {id(group.state) for group in groups}
-        wrapped: list[Any] = list(_module_state_mapping)
-        for module in wrapped:
-            for group in _param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
-                is_of_model = any(id(form) in missing for param in group.fsdp_params for form in _forms(param))
-                if is_of_model and id(group) not in known:
-                    known.add(id(group))
-                    groups.append(FsdpGroup(group, ids, module))
+    known = {id(group.state) for group in groups}
+    for module in wrapped if missing else ():
+        for group in _param_groups(module):
+            is_of_model = any(id(form) in missing for param in group.fsdp_params for form in _forms(param))
+            if is_of_model and id(group) not in known:
+                known.add(id(group))
+                groups.append(FsdpGroup(group, ids, module))
     return groups
+
+
+def _wrapped_modules() -> list[Any]:
+    """Return all modules that FSDP2 has wrapped in this process, without importing FSDP."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return [module for module in _module_state_mapping if hasattr(module, "_get_fsdp_state")]
 
 
 def count_unreduced(parameters: Iterable[Tensor]) -> int:
     """Return how many of ``parameters`` have a gradient that FSDP2 has not reduced yet and stores outside ``grad``."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return 0
-    from torch.distributed._composable_state import _module_state_mapping
-
-    wrapped: list[Any] = list(_module_state_mapping)
-    groups = [group for module in wrapped if hasattr(module, "_get_fsdp_state") for group in _param_groups(module)]
+    groups = [group for module in _wrapped_modules() for group in _param_groups(module)]
     unreduced: dict[int, int] = {}  # from the id of each form to the id of its parameter
     for group in groups:
         is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP has reduced over the shards only
@@ -207,17 +207,6 @@ def _param_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups  # one, or None, before torch 2.12
     return [group for group in groups if group is not None]
-
-
-# ``require_forward_param_sync`` at the end of a window. It is truthy, but neither the True nor the False that a forward
-# of DDP assigns, so it shows whether one has run since.
-_NO_FORWARD = 1
-
-
-def forwards_since(module: DistributedDataParallel) -> int:
-    """Return 0 if DDP has run no forward since :func:`leave_as_reduced`, 2 if its next forward broadcasts, else 1."""
-    flag: Any = module.require_forward_param_sync
-    return 0 if type(flag) is int else 1 + bool(flag)
 
 
 # For each DDP module with the hook: whether its last forward with gradients ran inside no_sync.
@@ -248,19 +237,18 @@ def _note_forward(module: nn.Module, _: object) -> None:
         _LOCAL_FORWARDS[module] = not module.require_backward_grad_sync
 
 
-def leave_as_reduced(module: DistributedDataParallel) -> None:
-    """Set the flag of DDP that the last backward has reduced, and note that no forward has run since."""
-    module.require_forward_param_sync = _NO_FORWARD  # type: ignore[assignment]
+# A forward of DDP, or the code of Lightning that prepares a reduction without one, sets `require_forward_param_sync` to
+# True or False. We keep it an int meanwhile, which means the same to DDP, so a bool means: there was one since.
 
 
 def watch_forward(module: DistributedDataParallel) -> None:
-    """Make :func:`has_run_forward` return False until the next forward of DDP, which does the same as without it."""
+    """Make :func:`has_run_forward` return False until the next forward of DDP."""
     module.require_forward_param_sync = int(module.require_forward_param_sync)  # type: ignore[assignment]
 
 
 def has_run_forward(module: DistributedDataParallel) -> bool:
     """Return True if DDP has run a forward since :func:`watch_forward`, or reduces without a forward."""
-    return _active_reducer(module) is None or type(module.require_forward_param_sync) is not int
+    return type(module.require_forward_param_sync) is bool or _active_reducer(module) is None
 
 
 def has_never_run(module: DistributedDataParallel) -> bool:

@@ -14,8 +14,9 @@ multiplier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.group import Group, group_ranks, is_initialized, resolve_group
 from ..distributed.header import State
-from ..errors import Words, check_choice, expected
+from ..errors import Words, check_choice, check_positive, expected
 from . import torch_private
 from .parameters import leaves_of
 from .torch_private import FsdpGroup
@@ -51,7 +52,9 @@ class GradientSync(NamedTuple):
     @property
     def kind(self) -> str:
         """What wraps the model, for messages and for the comparison between ranks."""
-        kinds = {f"DDP over {dist.get_world_size(module.process_group)} ranks" for module in self.ddp}
+        kinds = set()
+        for module in self.ddp:
+            kinds.add(f"DDP over {dist.get_world_size(module.process_group)} ranks")
         for group in self.fsdp:
             name = "HSDP" if group.is_hybrid else "FSDP2" if group.is_sharded else "replicas"
             kinds.add(f"{name} over {group.num_ranks} ranks")
@@ -60,8 +63,11 @@ class GradientSync(NamedTuple):
     @property
     def multiplier(self) -> float:
         """The number that every gradient is divided by; ValueError when there are several."""
-        divisors = {float(dist.get_world_size(module.process_group)) for module in self.ddp}
-        divisors |= {group.divisor for group in self.fsdp}
+        divisors = set()
+        for module in self.ddp:
+            divisors.add(float(dist.get_world_size(module.process_group)))
+        for group in self.fsdp:
+            divisors.add(group.divisor)
         if len(divisors) > 1:
             fix = "Call sum_gradients_(model) once: every FSDP module, experts included, then adds its gradients."
             if self.ddp:
@@ -117,7 +123,7 @@ class GradientSync(NamedTuple):
             raise ValueError(expected("model", "gradients that FSDP2 alone reduces, without group", got, fix))
         resolved = self.group if group is None else resolve_group(group)
         ranks = [] if resolved is None else group_ranks(resolved)
-        for reduced in self._largest_groups():
+        for reduced in () if group is None else self._largest_groups():
             if not set(reduced) <= set(ranks):
                 fix = "Gradients are added over more ranks than these, so their rows must be counted too."
                 what = f"all of {list(reduced)}, which the model reduces its gradients over"
@@ -172,6 +178,11 @@ class GradientSync(NamedTuple):
             got += f", and wrappers that divide by {self.multiplier:g}, for which the loss is multiplied by it"
             raise ValueError(expected("model", what, Words(got), fix))
 
+    def checked_multiplier(self, group: Group, multiplier: float | None) -> float:
+        """Return the number that gradients are divided by, :attr:`multiplier` unless the caller gives one."""
+        self.check_group(group)
+        return self.multiplier if multiplier is None else check_positive("multiplier", multiplier)
+
     def switch(self, sync: str, is_last: bool) -> None:
         """Set whether the next backward reduces or only adds up; call it before the forward."""
         for module in self.ddp:
@@ -203,22 +214,24 @@ class GradientSync(NamedTuple):
 
         Otherwise bit 0 is set, and a bit for each module that would broadcast its buffers in its next forward.
         """
-        states = [torch_private.forwards_since(module) for module in self.ddp]
-        return 1 + sum((state > 1) << (1 + index % 50) for index, state in enumerate(states)) if any(states) else 0
+        if not any(self.forwards_seen):
+            return 0
+        broadcasts = [module.require_forward_param_sync is True for module in self.ddp]
+        return 1 + sum(due << (1 + index % 50) for index, due in enumerate(broadcasts))
 
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
         """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would.
 
         Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward with
-        gradients but without a backward makes DDP reduce in the next backward even when that is switched off. Nothing
-        shows whether there was one, so any forward on any rank resets DDP on every rank.
+        gradients but without a backward makes DDP reduce in the next backward even when that is switched off. We cannot
+        tell such a forward from others, so after any forward on any rank all ranks reset DDP.
         """
-        informed = set() if ranks is None else set(group_ranks(ranks))
+        in_header = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
-            are_informed = set(group_ranks(module.process_group)) <= informed
-            if are_informed and any(forwards):
+            header_covers_group = in_header.issuperset(group_ranks(module.process_group))
+            if header_covers_group and any(forwards):
                 torch_private.forget_forward(module)
-            if are_informed and len(set(forwards)) > 1:
+            if header_covers_group and len(set(forwards)) > 1:
                 module.require_forward_param_sync = True  # the ranks differ, so all of them broadcast
             torch_private.rebuild_ddp_buckets(module)
             torch_private.broadcast_ddp_buffers(module)
@@ -261,35 +274,49 @@ class GradientSync(NamedTuple):
         """A fact that the ranks compare before a backward that reduces: a rank without a forward would not reduce."""
         return State(Words("some" if any(self.forwards_seen) else "none"), _SAME_FORWARDS)
 
-    def check_forwards(
-        self, name: str, loss: Tensor, used: Sequence[bool] = (), *, others_prepare: bool = False
-    ) -> bool:
-        """Raise ValueError when the backward of ``loss`` would skip the reduction of a wrapper.
+    def reduces_all(self, used: Sequence[bool]) -> bool:
+        """Whether DDP has prepared to reduce in the next backward what it has computed; ``used`` as in `unprepared`."""
+        seen = self.forwards_seen
+        return not seen or (any(seen) and not any(was and not now for was, now in zip(used, seen)))
+
+    def unprepared(self, losses: Iterable[Tensor], used: Sequence[bool]) -> list[DistributedDataParallel]:
+        """Return the DDP modules that the backward of ``losses`` reaches without reducing their gradients.
 
         DDP reduces in the next backward after a forward of its own. After a forward of ``ddp.module`` it does not, and
         the gradients would be those of this rank only, without any sign of it. ``used`` says for each DDP module
-        whether it has gradients of earlier micro-batches that this backward reduces. With ``others_prepare`` the code
-        that runs the forward may still prepare the reduction, as ``manual_backward`` of Lightning does. The method
-        returns False if that code must do so.
+        whether it has gradients of earlier micro-batches that this backward reduces.
         """
-        if (self.ddp or self.fsdp) and loss.grad_fn is None:
-            fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
-            raise ValueError(expected(name, "a tensor that the model has computed", Words("a leaf"), fix))
-        is_prepared, leaves = True, None
+        modules = []
         for index, (module, has_run) in enumerate(zip(self.ddp, self.forwards_seen)):
             if has_run:
                 continue
-            leaves = set(map(id, leaves_of(loss))) if leaves is None else leaves
-            if any(used[index : index + 1]) or any(id(p) in leaves for p in module.module.parameters()):
-                if not (others_prepare and torch_private.is_in_forward(module)):
-                    raise unseen_forward(name)
-                is_prepared = False
-        return is_prepared
+            leaves = {id(leaf) for loss in losses for leaf in leaves_of(loss)}
+            if any(used[index : index + 1]) or not leaves.isdisjoint(map(id, module.module.parameters())):
+                modules.append(module)
+        return modules
+
+    def check_forwards(
+        self, name: str, losses: Collection[Tensor], used: Sequence[bool] = (), *, others_prepare: bool = False
+    ) -> list[DistributedDataParallel]:
+        """Raise ValueError when the backward of ``losses`` would skip the reduction of a wrapper.
+
+        With ``others_prepare`` the code that runs the forward may still prepare the reduction, as ``manual_backward``
+        of Lightning does. The method returns the DDP modules for which that code must do so.
+        """
+        if not (self.ddp or self.fsdp):
+            return []
+        if all(loss.grad_fn is None for loss in losses):
+            fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
+            raise ValueError(expected(name, "a tensor that the model has computed", Words("a leaf"), fix))
+        modules = self.unprepared(losses, used)
+        if modules and not (others_prepare and all(map(torch_private.is_in_forward, modules))):
+            raise unseen_forward(name)
+        return modules
 
     def leave_as_reduced(self) -> None:
         """Note that the last backward has reduced on every rank, so that the next window sees later forwards."""
-        for module in self.ddp:
-            torch_private.leave_as_reduced(module)
+        self.expect_broadcasts(True)
+        self.watch_forwards()
 
     def forget_forwards(self) -> None:
         """Reset the wrappers after forwards without a backward; call it on every rank."""
@@ -332,7 +359,7 @@ def find_sync(model: nn.Module) -> GradientSync:
     if torch_private.has_fsdp1(inside):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
-    if "DeepSpeedEngine" in [kind.__name__ for kind in type(model).__mro__]:
+    if "DeepSpeedEngine" in map(attrgetter("__name__"), type(model).__mro__):
         fix = (
             "DeepSpeed divides and reduces gradients in engine.backward alone: call engine.backward(loss_fn(...)) with "
             "gradient_accumulation_steps=1, and larger micro-batches."
@@ -340,15 +367,15 @@ def find_sync(model: nn.Module) -> GradientSync:
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
     ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
     fsdp = torch_private.fsdp_groups(model)
-    shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
+    shares_statistics = bool([module for module in inside if isinstance(module, nn.SyncBatchNorm)])
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
     fsdp_modules = [*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)]
     distinct = {id(module): module for module in fsdp_modules}
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
-        reduced = (p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore)
-        managed |= set(map(id, reduced))
+        ignored = module.parameters_to_ignore
+        managed |= {id(p) for name, p in module.module.named_parameters() if name not in ignored}
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
     return GradientSync(ddp, list(distinct.values()), fsdp, unmanaged, shares_statistics)
 

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import error_of
 
+from fullrank.accumulation.torch_private import tensors_with_graph
 from fullrank.distributed.gather import _KEEP_ROWS
-from fullrank.distributed.torch_private import back_propagate_zeros, tensors_with_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 Table = dict[str, tuple[str, Callable[[], Any]]]  # names that are used together, what for, and a check on two ranks
@@ -144,13 +144,6 @@ def tracing() -> bool:
     return seen[0] is not None and torch._C._get_tracing_state() is None
 
 
-def zeros_from_edges() -> bool:
-    (rows := torch.ones(2, 3)).requires_grad_()
-    edge = torch.autograd.graph.get_gradient_edge(torch.stack(list(rows.exp().unbind()))[:, 1])
-    back_propagate_zeros([edge])
-    return torch.equal(rows.grad, torch.zeros(2, 3))
-
-
 def leaves() -> bool:
     named = namedtuple("named", "first second")
     with_graph = [leaf() for _ in range(4)]
@@ -197,7 +190,6 @@ TENSORS: Table = {
         "refuses forward mode",
         lambda: within(forward_ad.dual_level(), lambda: forward_ad._current_level) == (0, -1),
     ),
-    "Node._input_metadata": ("back-propagates zeros from an output that is gone", zeros_from_edges),
     "torch.utils._pytree.tree_leaves": ("finds the outputs of a module", leaves),
     "DivBackward0._saved_other": ("recognises means", lambda: (leaf() / 4).grad_fn._saved_other == 4),
     "MeanBackward0._saved_self_sym_numel": ("counts terms", lambda: leaf(6).mean().grad_fn._saved_self_sym_numel == 6),
