@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..distributed.header import DeviceCheck
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import distinct_entries
-from ..gradients.parameters import local_values
+from ..gradients.parameters import elements_of
 from ..gradients.torch_private import fsdp_groups
 from ..kernels.torch_private import version_of
 
@@ -55,7 +55,7 @@ class Gradients:
 def check_zero(grads: Sequence[Tensor], error: Callable[[int], Exception]) -> DeviceCheck | None:
     """Return the check that ``grads`` are 0; ``error`` takes the number of elements that are not. None without any."""
     with torch.no_grad():
-        counts = [local_values(grad).count_nonzero() for grad in grads]  # counts NaN too
+        counts = [elements_of(grad).count_nonzero() for grad in grads]  # counts NaN too
     if not counts:
         return None
     number = torch.stack([count.to(counts[0].device) for count in counts]).sum()

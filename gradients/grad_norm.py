@@ -43,7 +43,7 @@ from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_device, by_dtype, join_norms, local_norm
 from .norm_plan import Groups, Layout, Plan
-from .parameters import Entry, Label, is_elsewhere, list_distinct, local_gradient, plain_gradients
+from .parameters import Entry, Label, elements_of, is_elsewhere, list_distinct, local_gradient, plain_gradients
 from .torch_private import count_unreduced, holds_unreduced, multiply_each_
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -421,7 +421,7 @@ def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
     named = ((entry.name, local_gradient(entry)) for entry in map(Entry._make, measured.listed))
-    own_names = [name for name, grad in named if grad is not None and not grad.isfinite().all()]
+    own_names = [name for name, grad in named if grad is not None and not elements_of(grad).isfinite().all()]
     ranks_by_name: dict[str, list[str]] = {}
     for rank, names in _gather_objects(measured.groups, own_names):
         for name in names:

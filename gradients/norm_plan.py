@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..errors import Words, expected
 from .parameters import Entry, Label, check_parameter, fitting_gradient, is_dtensor
-from .torch_private import sparse_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -153,7 +152,7 @@ def _read_gradient(entry: Entry, wanted: tuple[Placement, ...] | None) -> tuple[
     if wanted is not None and tuple(grad.placements) != wanted:
         counted = grad.redistribute(placements=wanted).to_local()
     if local.is_sparse:  # it may list an index several times, and its values are added before their powers
-        return sparse_values(counted.coalesce()), sparse_values(local)
+        return counted.coalesce().values(), local
     return counted, local
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Words, expected
-from .torch_private import sparse_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -106,18 +105,18 @@ def plain_gradients(parameters: Sequence[Any]) -> list[Tensor] | None:
 
 
 def local_gradient(entry: Entry) -> Tensor | None:
-    """Return the memory of a gradient on this rank as a plain dense tensor; None without a gradient."""
+    """Return the memory of a gradient on this rank as a plain tensor, sparse or not; None without a gradient."""
     grad = entry.parameter.grad
     if grad is None or is_elsewhere(entry.parameter):
         return None
-    return local_values(grad)
-
-
-def local_values(grad: Tensor) -> Tensor:
-    """Return the memory of a gradient as a plain dense tensor."""
     # Under no_grad, to_local() of a DTensor returns its own memory. Partial summands stay: scaling is linear.
+    return grad.to_local() if is_dtensor(grad) else grad
+
+
+def elements_of(grad: Tensor) -> Tensor:
+    """Return the elements of a gradient on this rank, dense; a sparse one may list an index several times."""
     local = grad.to_local() if is_dtensor(grad) else grad
-    return sparse_values(local) if local.is_sparse else local
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def leaves_of(value: Tensor) -> Iterator[Tensor]:

@@ -20,8 +20,6 @@ from ..distributed.torch_private import flatten_mesh
 norms_of_each, copy_each_ = torch._foreach_norm, torch._foreach_copy_
 multiply_each_, divide_each_ = torch._foreach_mul_, torch._foreach_div_
 
-sparse_values = Tensor._values  # the memory of the values of a sparse COO tensor, coalesced or not
-
 
 class FsdpGroup:
     """A set of parameters that FSDP2 reduces together: its switches and its unreduced gradients.

@@ -53,11 +53,6 @@ def versions() -> bool:
     return (before, one.grad._version) == (0, 1)
 
 
-def values() -> bool:
-    (sparse := torch.eye(2).to_sparse())._values().mul_(3)
-    return torch.equal(sparse.to_dense(), 3 * torch.eye(2))
-
-
 def zero_tensors() -> bool:
     return torch._efficientzerotensor(1)._is_zerotensor() and not torch.zeros(1)._is_zerotensor()
 
@@ -165,7 +160,6 @@ def reductions() -> bool:
 TENSORS: Table = {
     "Tensor._version": ("sees changes in place, such as DDP's reduction", versions),
     "Tensor._base": ("refuses views of gathered rows", lambda: (rows := torch.ones(2))[:1]._base is rows),
-    "Tensor._values": ("scales sparse gradients", values),
     "Tensor._is_zerotensor": ("passes no tensors without memory to C", zero_tensors),
     "torch._foreach_norm": ("computes the norms of all gradients", norms),
     "torch._foreach_copy_": (
