@@ -139,10 +139,13 @@ def accumulate(
                 checks.append(check_amounts(counts, partial(named, "count", name), window.ranks))
             elif not all(isinstance(number, Tensor) and number.is_cpu for number in counts):
                 rules.append(term.fact)
-        ends = _ends(window, rules) if rules else []
-        totals = sums_of([*lists, *([end] for end in ends)], window.ranks)
-        value = WindowSums(terms, window.ranks, each=each), factor, rules if ends else []
-        return Offer(value, facts, totals=totals, check=combined(checks) if checks else None)
+        if rules:
+            ends = _ends(window, rules)
+            lists += [[end] for end in ends]
+            rules = rules if ends else []
+        value = WindowSums(terms, window.ranks, each=each), factor, rules
+        check = combined(checks) if checks else None
+        return Offer(value, facts, totals=sums_of(lists, window.ranks), check=check)
 
     window, (sums, factor, rules), totals = open_window(
         "accumulate", model, micro_batches, sync=sync, group=group, multiplier=multiplier, bring=bring

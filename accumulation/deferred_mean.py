@@ -188,7 +188,7 @@ class DeferredMean:
         try:
             totals = window.close("DeferredMean.backward", bring).totals
         except Exception:
-            self._forget_forwards()
+            self._sync.forget_forwards()
             raise
         loss_sum.backward()
         # Broadcast buffers now. In the next forward the others would wait for a rank that makes none.
@@ -345,7 +345,7 @@ class DeferredMean:
                 call = "DeferredMean.finish (sync_groups)"
                 plans = agree_on(call, self._ranks, lambda: Offer(plan_sums(to_sync, sums.num_terms))).value
         except Exception:
-            self._forget_forwards()
+            self._sync.forget_forwards()
             raise
         for summands, group in plans:
             add_(summands, group)
@@ -396,11 +396,6 @@ class DeferredMean:
         """Remember the gradients that the next step must not add to."""
         grads = (entry.parameter.grad for entry in distinct_entries(self._model))
         self._gradients_before = [TensorWeakRef(grad) for grad in grads if grad is not None]
-
-    def _forget_forwards(self) -> None:
-        """Reset DDP after an error: its forward has prepared a backward that does not follow."""
-        self._sync.forget_forwards()
-        self._sync.watch_forwards()  # refuses a later backward of the same loss, which DDP would not reduce
 
 
 class _SumStep(Step):

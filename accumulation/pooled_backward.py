@@ -27,14 +27,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.group import UNDO, Group, gradients_divided_by, group_ranks
-from ..distributed.header import Agreement, Offer, agree_on, refuse_in_backward
+from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
 from ..gradients.parameters import leaves_of
@@ -150,7 +149,7 @@ def pooled_backward(
     window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
     undo = ExitStack()  # its callbacks run only after an error
     with window.wrappers.restored(quiet=True), ExitStack() as scope, undo:
-        undo.callback(window.wrappers.expect_broadcasts, True)
+        undo.callback(window.wrappers.watch_forwards, broadcasts=True)
         undo.callback(window.wrappers.reshard)
         scope.callback(UNDO.reset, UNDO.set(undo))
         # 1. Score every micro-batch without a graph.
@@ -160,7 +159,7 @@ def pooled_backward(
         # 3. Repeat each forward, and back-propagate the gradient of its scores.
         _replay(window, forward, devices, scored, evaluated, scaler, check_replay)
         undo.pop_all()
-    window.wrappers.leave_as_reduced()
+    window.wrappers.watch_forwards(broadcasts=True)  # after the reduction
     return evaluated.value.detach().reshape(())
 
 
@@ -210,7 +209,7 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", got, fix))
         return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
 
-    return _agree_after(partial(agree_on, CALL, window.ranks), window.wrappers.is_lockstep, score_all, join).value
+    return agree_on(CALL, window.ranks, _after(window.wrappers.is_lockstep, score_all, join)).value
 
 
 def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evaluated:
@@ -328,7 +327,7 @@ def _replay(
 
     state = save_rng(devices)
     try:
-        closed = _agree_after(partial(window.close, CALL), window.is_lockstep, replay_all, close)
+        closed = window.close(CALL, _after(window.is_lockstep, replay_all, close))
         if check_replay:
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
         scores, grad = closed.value
@@ -377,21 +376,16 @@ def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
         raise kind(expected(CALL, "the same scores in both passes over the window", got, fix))
 
 
-def _agree_after(
-    agree: Callable[[Callable[[], Offer[U]]], Agreement[U]],
-    communicates: bool,
-    run: Callable[[], T],
-    offer: Callable[[T], Offer[U]],
-) -> Agreement[U]:
-    """Run one pass over the micro-batches, and exchange a header about it.
+def _after(communicates: bool, run: Callable[[], T], offer: Callable[[T], Offer[U]]) -> Callable[[], Offer[U]]:
+    """Return what a header brings after one pass over the micro-batches, with the error of this rank.
 
-    If the pass ``communicates``, an error is raised at once: the other ranks wait inside the model, and the header
+    If the pass ``communicates``, it runs now and raises at once: the other ranks wait inside the model, and the header
     would meet their collective.
     """
-    if communicates:
-        done = run()
-        return agree(lambda: offer(done))
-    return agree(lambda: offer(run()))
+    if not communicates:
+        return lambda: offer(run())
+    done = run()
+    return lambda: offer(done)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ first one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.group import is_initialized
-from ..distributed.header import DeviceCheck, Offer
+from ..distributed.header import DeviceCheck
 from ..distributed.torch_private import backward_is_running, not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
@@ -41,6 +42,10 @@ from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
 from .window import Window
 from .window_sums import WindowSums
+
+Losses = Tensor | Mapping[str, Tensor]
+Numbers = Tensor | float | Mapping[str, Tensor | float]
+Weights = Mapping[str, float]
 
 
 class Phase(IntEnum):
@@ -59,6 +64,7 @@ class MicroBatch:
 
     index: int
     used: Sequence[bool]  # see Window.switch
+    reaches_wrappers: bool  # whether its backward has to begin in a forward of the wrappers
     num_calls: int = 0  # of Step.backward and Step.scale
     num_backward: int = 0
     recorded: set[str] = field(default_factory=set)  # the names passed to Step.record
@@ -84,13 +90,7 @@ class Step:
         self._switched = ExitStack()  # restores the wrappers' switches
 
     @not_compiled
-    def backward(
-        self,
-        loss: Tensor | Mapping[str, Tensor],
-        *,
-        num_items: Tensor | float | Mapping[str, Tensor | float] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
+    def backward(self, loss: Losses, *, num_items: Numbers | None = None, weights: Weights | None = None) -> None:
         """Back-propagate this micro-batch's share of the window's loss; once per micro-batch.
 
         Args:
@@ -128,13 +128,7 @@ class Step:
         share.backward()
 
     @not_compiled
-    def scale(
-        self,
-        loss: Tensor | Mapping[str, Tensor],
-        *,
-        num_items: Tensor | float | Mapping[str, Tensor | float] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> Tensor:
+    def scale(self, loss: Losses, *, num_items: Numbers | None = None, weights: Weights | None = None) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
         Use ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``. With an Accelerator use
@@ -209,7 +203,7 @@ class Step:
             micro_batch.recorded.add(term.name)
             value = check_scalar(loss_sum, "recorded loss", index)
             if isinstance(loss_sum, Tensor):
-                self._check_sum(term, loss_sum, "recorded loss", index)
+                self._check_sum(loss_sum, "recorded loss", index, term)
             self._sums.add(index, term, value, weight)
         except Exception as error:
             self._fail(error, is_due=False)
@@ -283,7 +277,7 @@ class Step:
             if wrappers.unwrapped is None:
                 switched.enter_context(wrappers.restored(quiet=window.sync != "each"))
             if window.sync == "each":
-                wrappers.expect_broadcasts(False)  # in the first forward; the others follow a reduction
+                wrappers.watch_forwards(broadcasts=False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_micro_batch", None)
             # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
             self._before = Gradients(window.model) if number & (number - 1) == 0 else None
@@ -296,7 +290,8 @@ class Step:
             for index, batch in enumerate(window.micro_batches):
                 if index == len(window.micro_batches) - 1:
                     self._phase = Phase.LAST
-                self._micro_batch = micro_batch = MicroBatch(index, window.switch(index))
+                reaches = self._phase is Phase.LAST or window.sync == "each" or bool(wrappers.fsdp)
+                self._micro_batch = micro_batch = MicroBatch(index, window.switch(index), reaches)
                 yield self, batch
                 if self._micro_batch is None:
                     return  # the step raised, and the caller continued the loop
@@ -308,9 +303,9 @@ class Step:
                 discard_gradients_(window.model)
                 raise unseen_forward("loss")
             self._phase = Phase.ENDED
-        wrappers.leave_as_reduced()
+        wrappers.watch_forwards(broadcasts=True)  # after the reduction
         if is_initialized():
-            note_count(window.model, sum(term.number for term in self._terms.values()))
+            note_count(window.model, math.fsum([term.number for term in self._terms.values()]))
 
     def _check_own_backward(self, micro_batch: MicroBatch) -> None:
         """Check that the loss of ``micro_batch``, which has not had one backward of this step, had its own."""
@@ -321,16 +316,14 @@ class Step:
             )
             text = expected(f"micro-batch {micro_batch.index}", "one backward", micro_batch.num_backward, fix)
             self._fail(RuntimeError(text), is_due=not (micro_batch.num_backward or micro_batch.recorded))
-        elif self._phase is not Phase.OPEN and not self._window.wrappers.reduces_all(micro_batch.used):
+            return
+        wrappers = self._window.wrappers
+        is_unseen = wrappers.ddp and (not any(wrappers.forwards_seen) or wrappers.unprepared((), micro_batch.used))
+        if is_unseen and self._phase is not Phase.OPEN:
             self._fail(unseen_forward("loss"), is_due=False)
 
     def _scale(
-        self,
-        loss: Tensor | Mapping[str, Tensor],
-        num_items: Tensor | float | Mapping[str, Tensor | float] | None,
-        weights: Mapping[str, float] | None,
-        *,
-        others_prepare: bool,
+        self, loss: Losses, num_items: Numbers | None, weights: Weights | None, *, others_prepare: bool
     ) -> tuple[MicroBatch, Tensor]:
         """Return the micro-batch and what :meth:`scale` returns; see also :meth:`GradientSync.check_forwards`."""
         micro_batch = self._current()
@@ -339,12 +332,12 @@ class Step:
             self._added, self._before = self._before.check_added(), None
         try:
             losses = self._losses_of(micro_batch, loss, num_items, weights)
-            if self._reaches_wrappers:
+            if micro_batch.reaches_wrappers:
                 name = f"loss of micro-batch {micro_batch.index}"
                 micro_batch.unprepared = self._window.wrappers.check_forwards(
                     name, losses.values(), micro_batch.used, others_prepare=others_prepare
                 )
-            items: Any = {} if num_items is None else num_items if self._sums.are_named else {"": num_items}
+            items = {} if num_items is None else num_items if self._sums.are_named else {"": num_items}
             share = self._share(micro_batch.index, losses, items, weights or {})
         except Exception as error:
             given = [*loss.values()] if isinstance(loss, Mapping) else [loss]
@@ -355,9 +348,7 @@ class Step:
             self._close_window()
         return micro_batch, share
 
-    def _losses_of(
-        self, micro_batch: MicroBatch, loss: Any, num_items: object, weights: object
-    ) -> Mapping[str, Tensor]:
+    def _losses_of(self, micro_batch: MicroBatch, loss: Any, num_items: Any, weights: Any) -> Mapping[str, Tensor]:
         """Check a micro-batch's call, and return its losses by name, in the order of the counts."""
         index, terms = micro_batch.index, self._terms
         if micro_batch.num_calls > 1:
@@ -371,7 +362,7 @@ class Step:
         name = f"loss of micro-batch {index}"
         if not isinstance(loss, Mapping):
             raise TypeError(expected(name, f"a mapping of {[*terms]} to summed losses", loss))
-        if not loss or loss.keys() - terms.keys() or loss.keys() | micro_batch.recorded != terms.keys():
+        if not loss or loss.keys() | micro_batch.recorded != terms.keys():
             what = f"the names {[*terms]}, without those that were recorded"
             fix = "A micro-batch without terms of a name passes a sum of 0 with its graph."
             raise ValueError(expected(name, what, Words(str(list(loss))), fix))
@@ -386,18 +377,7 @@ class Step:
                 losses[term] = checked_sum(loss[term], "loss", index, term)
         return losses
 
-    @property
-    def _reaches_wrappers(self) -> bool:
-        """Whether the backward of this micro-batch has to begin in a forward of the wrappers."""
-        return self._phase is not Phase.OPEN or self._window.sync == "each" or bool(self._window.wrappers.fsdp)
-
-    def _share(
-        self,
-        index: int,
-        losses: Mapping[str, Tensor],
-        num_items: Mapping[str, Tensor | float],
-        weights: Mapping[str, float],
-    ) -> Tensor:
+    def _share(self, index: int, losses: Mapping[str, Tensor], num_items: Any, weights: Weights) -> Tensor:
         """Add the sums of micro-batch ``index``, and return the sum of ``weight * m * S / N``."""
         items: dict[str, Tensor | float] = {}
         for name, given in num_items.items():
@@ -409,7 +389,7 @@ class Step:
                 empty.add(name)
         for name, total in losses.items():
             term, number = self._terms[name], items.get(name)
-            self._check_sum(term, total, "loss", index, may_be_mean=number is not None)
+            self._check_sum(total, "loss", index, term, may_be_mean=number is not None)
             if name in empty:
                 total = zero_loss(total, [other for live, other in losses.items() if live not in empty])
             elif isinstance(number, Tensor):
@@ -422,10 +402,10 @@ class Step:
         assert share is not None
         return share
 
-    def _check_sum(self, term: Term, loss: Tensor, what: str, index: int, *, may_be_mean: bool = False) -> None:
+    def _check_sum(self, loss: Tensor, what: str, index: int, term: Term, *, may_be_mean: bool = False) -> None:
         """Raise ValueError for a loss that gathers or compares rows, or a mean, if the graph shows it."""
-        over_ranks, name = self._window.ranks is not None, (what, index, term.name)
-        error = not_a_sum(loss, self._mean_fix, *name, over_ranks=over_ranks, may_be_mean=may_be_mean)
+        over_ranks = self._window.ranks is not None
+        error = not_a_sum(loss, self._mean_fix, what, index, term.name, over_ranks=over_ranks, may_be_mean=may_be_mean)
         if error is not None and not self._has_one_term(term, index):
             raise error
 
@@ -461,7 +441,7 @@ class Step:
         is_awaited = is_due and (reduces or (window.is_lockstep and self._phase is Phase.OPEN))
         # If the loss itself is usable, back-propagate zeros from it, as the other ranks do from theirs.
         has_graph = bool(losses) and all(isinstance(loss, Tensor) and loss.requires_grad for loss in losses)
-        is_usable = has_graph and not (self._reaches_wrappers and wrappers.unprepared(losses, micro_batch.used))
+        is_usable = has_graph and not (micro_batch.reaches_wrappers and wrappers.unprepared(losses, micro_batch.used))
         roots = [*map(_root_of, losses)] if is_usable else micro_batch.outputs
         hangs = (is_awaited and not roots) or (is_due and wrappers.is_lockstep and micro_batch.outputs is None)
         if window.ranks is None or self._phase >= Phase.CLOSED or hangs:
@@ -476,12 +456,7 @@ class Step:
     def _close_window(self, *, is_early: bool = False) -> None:
         """Exchange a closing header; if any rank ``is_early``, before its last loss is known, another one follows."""
         call = f"{self._call} (end of the window)"
-
-        def bring() -> Offer[None]:
-            if self._error is not None:
-                raise self._error
-            return self._sums.offer(self._added, is_early=is_early)
-
+        bring = partial(self._sums.offer, self._error, self._added, is_early)
         try:
             is_last = self._sums.take(call, self._window.close(call, bring, is_early=is_early))
         except Exception:

@@ -311,10 +311,10 @@ def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 def _travel(values: Sequence[Tensor | float], ranks: ProcessGroup) -> bool:
     """Whether tensors among ``values`` are where the header of ``ranks`` travels, if that is an accelerator."""
-    if (device := header_device(ranks)) == _HOST:
-        return False
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return bool(tensors) and all(value.device == device for value in tensors)
+    if not tensors or (device := header_device(ranks)) == _HOST:
+        return False
+    return all(value.device == device for value in tensors)
 
 
 def check_scalar(value: Any, *name: Any) -> Tensor | float:

@@ -82,16 +82,11 @@ class Window(NamedTuple):
         return used
 
     def close(self, call: str, bring: Callable[[], Offer[T]], *, is_early: bool = False) -> Agreement[T]:
-        """Exchange the header before the backward that reduces; every rank must have run a forward of DDP for it.
-
-        If it ``is_early``, the forward of this rank may follow.
-        """
+        """Exchange the header before the backward that reduces; ``is_early`` before the forward of this rank."""
 
         def bring_all() -> Offer[T]:
-            offer, forwards = bring(), self.wrappers.same_forwards
-            if is_early and self.wrappers.ddp:
-                forwards = forwards._replace(value=Words("some"))
-            offer.facts = {"forwards of DDP": forwards, **offer.facts}
+            offer = bring()
+            offer.facts = {"forwards of DDP": self.wrappers.same_forwards(may_follow=is_early), **offer.facts}
             return offer
 
         return agree_on(call, self.ranks, bring_all)

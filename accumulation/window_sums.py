@@ -60,8 +60,10 @@ class WindowSums:
         self._items.append((name, items, None if term.counts is None else term.counts[index]))
         return items if isinstance(items, Tensor) else check_amount(named(*name), items)
 
-    def offer(self, check: DeviceCheck | None, *, is_early: bool) -> Offer[None]:
-        """Return what this rank has to add in the closing header; ``is_early`` before its last loss is known."""
+    def offer(self, error: Exception | None, check: DeviceCheck | None, is_early: bool) -> Offer[None]:
+        """Return what this rank adds in the closing header, or raise its ``error``; early: its last loss may follow."""
+        if error is not None:
+            raise error
         items: list[Tensor | float] = []
         if self._items:
             names, items, counts = map(list, zip(*self._items))
@@ -82,7 +84,8 @@ class WindowSums:
                     rows[index, 0, place] += value
             rows = rows if self._ranks is None else rows.to(header_device(self._ranks))
         # A rank that comes early has no weights yet: -1. The digest travels as a total, since facts would differ.
-        state = -1 if is_early else digest(self._weights()) % 2**52 if self.are_named else 0
+        compares = self.are_named and self._ranks is not None
+        state = -1 if is_early else digest(self._weights()) % 2**52 if compares else 0
         num_items, *totals = sums_of([items, *sums], self._ranks)
         tensors = None if rows is None else (rows,)
         return Offer(None, totals=(num_items, state, *totals), check=check, tensors=tensors, names=("losses",))

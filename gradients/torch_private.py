@@ -239,9 +239,10 @@ def _note_forward(module: nn.Module, _: object) -> None:
 # True or False. We keep it an int meanwhile, which means the same to DDP, so a bool means: there was one since.
 
 
-def watch_forward(module: DistributedDataParallel) -> None:
-    """Make :func:`has_run_forward` return False until the next forward of DDP."""
-    module.require_forward_param_sync = int(module.require_forward_param_sync)  # type: ignore[assignment]
+def watch_forward(module: DistributedDataParallel, broadcasts: bool | None = None) -> None:
+    """Make :func:`has_run_forward` return False until the next forward of DDP, which ``broadcasts`` buffers or not."""
+    flag = module.require_forward_param_sync if broadcasts is None else broadcasts
+    module.require_forward_param_sync = int(flag)  # type: ignore[assignment]
 
 
 def has_run_forward(module: DistributedDataParallel) -> bool:

@@ -102,8 +102,11 @@ class GradientSync(NamedTuple):
 
     def _largest_groups(self) -> dict[tuple[int, ...], ProcessGroup | FsdpGroup]:
         """Return the largest of the groups that gradients are reduced over, keyed by their ranks."""
-        groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {tuple(group.ranks()): group for group in self.fsdp}
-        groups |= {tuple(group_ranks(module.process_group)): module.process_group for module in self.ddp}
+        groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {}
+        for group in self.fsdp:
+            groups[tuple(group.ranks())] = group
+        for module in self.ddp:
+            groups[tuple(group_ranks(module.process_group))] = module.process_group
         largest = max(map(len, groups), default=0)
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
@@ -121,9 +124,11 @@ class GradientSync(NamedTuple):
             )
             got = Words("a function of set_all_reduce_hook")
             raise ValueError(expected("model", "gradients that FSDP2 alone reduces, without group", got, fix))
-        resolved = self.group if group is None else resolve_group(group)
-        ranks = [] if resolved is None else group_ranks(resolved)
-        for reduced in () if group is None else self._largest_groups():
+        if group is None:
+            assert self.group is not None  # or raises
+            return
+        ranks = group_ranks(resolve_group(group))
+        for reduced in self._largest_groups():
             if not set(reduced) <= set(ranks):
                 fix = "Gradients are added over more ranks than these, so their rows must be counted too."
                 what = f"all of {list(reduced)}, which the model reduces its gradients over"
@@ -243,41 +248,32 @@ class GradientSync(NamedTuple):
         for module in self.ddp:
             module.require_forward_param_sync = True
             torch_private.broadcast_ddp_buffers(module)
-        self.expect_broadcasts(False)
-        self.watch_forwards()
+        self.watch_forwards(broadcasts=False)
 
-    def expect_broadcasts(self, are_due: bool) -> None:
-        """Set whether the next forward of DDP broadcasts its buffers, as it does after a backward that reduced."""
-        for module in self.ddp:
-            module.require_forward_param_sync = are_due
+    def watch_forwards(self, *, broadcasts: bool | None = None) -> None:
+        """Restart :attr:`forwards_seen`.
 
-    def watch_forwards(self) -> None:
-        """Restart :attr:`forwards_seen`."""
+        ``broadcasts`` sets whether the next forward broadcasts buffers, as it does after a backward that has reduced.
+        """
         for module in self.ddp:
-            torch_private.watch_forward(module)
+            torch_private.watch_forward(module, broadcasts)
 
     def prepare_first_forwards(self) -> None:
         """Broadcast the buffers of modules that have never run, and restart :attr:`forwards_seen` for them."""
         for module in self.ddp:
             if torch_private.has_never_run(module):
                 torch_private.broadcast_ddp_buffers(module)
-                module.require_forward_param_sync = False
-                torch_private.watch_forward(module)
+                torch_private.watch_forward(module, False)
 
     @property
     def forwards_seen(self) -> tuple[bool, ...]:
         """For each DDP module, whether it has run a forward since :meth:`watch_forwards`."""
         return tuple(map(torch_private.has_run_forward, self.ddp))
 
-    @property
-    def same_forwards(self) -> State:
+    def same_forwards(self, *, may_follow: bool) -> State:
         """A fact that the ranks compare before a backward that reduces: a rank without a forward would not reduce."""
-        return State(Words("some" if any(self.forwards_seen) else "none"), _SAME_FORWARDS)
-
-    def reduces_all(self, used: Sequence[bool]) -> bool:
-        """Whether DDP has prepared to reduce in the next backward what it has computed; ``used`` as in `unprepared`."""
-        seen = self.forwards_seen
-        return not seen or (any(seen) and not any(was and not now for was, now in zip(used, seen)))
+        has_forward = any(self.forwards_seen) or (may_follow and bool(self.ddp))
+        return State(Words("some" if has_forward else "none"), _SAME_FORWARDS)
 
     def unprepared(self, losses: Iterable[Tensor], used: Sequence[bool]) -> list[DistributedDataParallel]:
         """Return the DDP modules that the backward of ``losses`` reaches without reducing their gradients.
@@ -305,7 +301,7 @@ class GradientSync(NamedTuple):
         """
         if not (self.ddp or self.fsdp):
             return []
-        if all(loss.grad_fn is None for loss in losses):
+        if {loss.grad_fn for loss in losses} == {None}:
             fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
             raise ValueError(expected(name, "a tensor that the model has computed", Words("a leaf"), fix))
         modules = self.unprepared(losses, used)
@@ -313,16 +309,14 @@ class GradientSync(NamedTuple):
             raise unseen_forward(name)
         return modules
 
-    def leave_as_reduced(self) -> None:
-        """Note that the last backward has reduced on every rank, so that the next window sees later forwards."""
-        self.expect_broadcasts(True)
-        self.watch_forwards()
-
     def forget_forwards(self) -> None:
-        """Reset the wrappers after forwards without a backward; call it on every rank."""
+        """Reset the wrappers after forwards without a backward, also of a loss whose backward may follow.
+
+        Call it on every rank: the next forward of DDP broadcasts on all of them, whatever they have run.
+        """
         for module in self.ddp:
             torch_private.forget_forward(module)
-        self.expect_broadcasts(True)  # the flag differs between ranks that were in different micro-batches
+        self.watch_forwards(broadcasts=True)
         self.reshard()
 
     def reshard(self) -> None:
@@ -365,19 +359,20 @@ def find_sync(model: nn.Module) -> GradientSync:
             "gradient_accumulation_steps=1, and larger micro-batches."
         )
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
-    ddp = [module for module in inside if isinstance(module, DistributedDataParallel)]
-    fsdp = torch_private.fsdp_groups(model)
-    shares_statistics = bool([module for module in inside if isinstance(module, nn.SyncBatchNorm)])
+    ddp, fsdp, shares_statistics = [], torch_private.fsdp_groups(model), False
+    for module in inside:
+        shares_statistics |= isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, DistributedDataParallel):
+            ddp.append(module)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
-    fsdp_modules = [*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)]
-    distinct = {id(module): module for module in fsdp_modules}
+    fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)])
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         ignored = module.parameters_to_ignore
         managed |= {id(p) for name, p in module.module.named_parameters() if name not in ignored}
     unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
-    return GradientSync(ddp, list(distinct.values()), fsdp, unmanaged, shares_statistics)
+    return GradientSync(ddp, [*fsdp_modules], fsdp, unmanaged, shares_statistics)
 
 
 def find_ranks(sync: GradientSync | None, group: Group) -> ProcessGroup | None:
