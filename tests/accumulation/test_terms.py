@@ -275,18 +275,22 @@ def test_weights_that_differ_between_ranks_are_refused(rank: int) -> None:
 
 @on_ranks()
 def test_weights_are_compared_as_numbers(rank: int) -> None:
-    """Rank 0 spells them in one way, the others in another; also from one micro-batch to the next."""
+    """Rank 0 spells them in one way, the others in another; also from one micro-batch to the next.
+
+    They are used as numbers too: a float32 of numpy does not round the factor of its name.
+    """
     model, last = TwoHeads(), dist.get_world_size() - 1
     spellings: list[tuple[Any, ...]] = [(2, 2.0), (0.0, -0.0), (True, 1), (None, 1.0), (0.5, numpy.float64(0.5))]
     for ways in [*spellings, (0.25, numpy.float32(0.25)), (-3.0, numpy.int64(-3))]:
-        means = []
+        found = []
         for given in (ways[:1], ways[::-1] if rank == last else ways):
             window = accumulate(model, make_window("full", rank), COUNTS, group=by_hand(model))
             for index, (step, batch) in enumerate(window):
                 weight = given[index % len(given)]
                 step.backward(losses_of(model, batch), weights={} if weight is None else {"mtp": weight})
-            means.append(step.mean_loss())
-        assert torch.equal(*means), ways
+            found.append(torch.cat([gradient(model), step.mean_loss()[None]]))
+            model.zero_grad()
+        assert torch.equal(*found), ways
 
 
 @on_ranks(2)
