@@ -242,7 +242,7 @@ class DeferredMean:
         )
         self._ranks = window.ranks
         term = Term("", "a sum", number=multiplier, factor=1.0)
-        step = _SumStep(window, WindowSums([term], window.ranks))
+        step = _SumStep(window, sums := WindowSums([term], window.ranks))
         try:
             for _, micro_batch in step._iterate():
                 step.run(fn, micro_batch)
@@ -250,7 +250,7 @@ class DeferredMean:
             self.discard()
             raise
         self._sync.communicate_after_backward()
-        return self._add(*step.sums)
+        return self._add(term.total, sums.num_items, sums.kind)
 
     def _add(self, loss: float, num_terms: float, kind: tuple[torch.dtype, torch.device]) -> CallTotals:
         """Add the sums of a call over all ranks, and return them."""
@@ -417,11 +417,6 @@ class _SumStep(Step):
             self._fail(error, is_due=True)
         else:
             self.backward(result[0])
-
-    @property
-    def sums(self) -> tuple[float, float, tuple[torch.dtype, torch.device]]:
-        """The sum of the losses over all ranks, the number of their terms, and the dtype and device of a loss."""
-        return self._terms[""].total, self._sums.num_items, self._sums.kind
 
     def _has_one_term(self, term: Term, index: int) -> bool:
         return float(self._num_terms) == 1

@@ -37,7 +37,7 @@ from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
 from .inner_backward import Gradients
-from .summed_loss import SUM_UP, checked_sum, not_a_sum, zero_loss
+from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, zero_loss
 from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
 from .window import Window
@@ -239,13 +239,15 @@ class Step:
             RuntimeError: before the loop has ended, or when it was left early.
         """
         self._check_ended("mean_loss")
-        return self._sums.mean()
+        counted = [term for term in self._terms.values() if term.number]
+        total = sum((term.weight or 0.0) * (term.total / term.number) for term in counted)
+        return as_mean(total, 1.0, *self._sums.kind)
 
     def mean_losses(self) -> dict[str, Tensor]:
         """Return :meth:`mean_loss` by name, without the weights, for counts by name."""
         self._check_naming("mean_losses", are_named=True)
         self._check_ended("mean_losses")
-        return self._sums.means()
+        return {name: as_mean(term.total, term.number, *self._sums.kind) for name, term in self._terms.items()}
 
     def losses(self) -> Tensor:
         """Return the loss of each micro-batch, (G,): its sum over all ranks, divided by its terms on all ranks.
@@ -256,12 +258,15 @@ class Step:
         Raises:
             RuntimeError: without ``accumulate(..., each=True)``; before the loop has ended, or when it was left early.
         """
-        losses = self._sums.of_each()
-        if losses is None:
+        if self._sums.each is None:
             got, fix = Words("one without it"), "Pass each=True to accumulate."
             raise RuntimeError(expected("losses", "a window with each=True", got, fix))
         self._check_ended("losses")
-        return losses
+        sums, counts = self._sums.each.unbind(1)
+        weights = torch.tensor([term.weight for term in self._terms.values()], dtype=torch.float64)
+        means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
+        dtype, device = self._sums.kind
+        return means.sum(1).to(device, torch.promote_types(dtype, torch.float32))
 
     def _check_ended(self, name: str) -> None:
         if self._phase is not Phase.ENDED:

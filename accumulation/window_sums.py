@@ -15,7 +15,7 @@ from ..distributed.gather import gather_after
 from ..distributed.group import header_device
 from ..distributed.header import Agreement, DeviceCheck, Offer, agree_on, combined, digest
 from ..errors import check_amount, check_number, expected
-from .summed_loss import as_mean, named
+from .summed_loss import named
 from .token_count import Term, as_numbers, check_amounts, check_scalar, sums_of
 
 
@@ -28,11 +28,10 @@ class WindowSums:
         self._items: list[tuple[tuple[Any, ...], Tensor | float, Tensor | float | None]] = []  # with names and counts
         self.num_items = 0.0  # the sum of num_items over all ranks
         self.kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
-        # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts.
-        self._each: Tensor | None = None
+        self.each: Tensor | None = None  # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts
         if each:
             counts = torch.tensor([as_numbers(term.counts or []) for term in terms], dtype=torch.float64).T
-            self._each = torch.stack([torch.zeros_like(counts), counts], dim=1)
+            self.each = torch.stack([torch.zeros_like(counts), counts], dim=1)
 
     def add(self, index: int, term: Term, value: Tensor | float, weight: Any) -> float:
         """Add a sum of micro-batch ``index``; return the weight of its name, which does not change in a window."""
@@ -77,7 +76,7 @@ class WindowSums:
             sums.append([value for _, value in term.sums])
             if not is_early and term.weight is None:
                 term.weight = 1.0
-        rows = self._each
+        rows = self.each
         if rows is not None:
             for place, term in enumerate(self.terms.values()):
                 for (index, _), value in zip(term.sums, as_numbers(sums[place])):
@@ -102,32 +101,13 @@ class WindowSums:
             return False
         if self._ranks is not None and len(set(states)) > 1:
             agree_on(call, self._ranks, lambda: Offer(None, self._weights()))  # raises, and names what differs
-        if self._each is not None and self._ranks is not None:
+        if self.each is not None and self._ranks is not None:
             (gathered,) = gather_after(call, self._ranks, agreed)
             parts = gathered.cpu().split(agreed.rows)
             most = max(agreed.rows)
             padded = [nn.functional.pad(part, (0, 0, 0, 0, 0, most - len(part))) for part in parts]
-            self._each = torch.stack(padded).sum(0)
+            self.each = torch.stack(padded).sum(0)
         return True
 
     def _weights(self) -> dict[str, object]:
         return {f"weight of {name!r}": term.weight for name, term in self.terms.items()}
-
-    def means(self) -> dict[str, Tensor]:
-        """Return the mean of each name over all ranks, without the weights."""
-        return {name: as_mean(term.total, term.number, *self.kind) for name, term in self.terms.items()}
-
-    def mean(self) -> Tensor:
-        """Return the weighted sum of the means."""
-        counted = [term for term in self.terms.values() if term.number]
-        return as_mean(sum((term.weight or 0.0) * (term.total / term.number) for term in counted), 1.0, *self.kind)
-
-    def of_each(self) -> Tensor | None:
-        """Return the weighted sum of the means of each micro-batch, (G,); None without ``each``."""
-        if self._each is None:
-            return None
-        sums, counts = self._each.unbind(1)
-        weights = torch.tensor([term.weight for term in self.terms.values()], dtype=torch.float64)
-        means = torch.where(counts > 0, sums / counts, 0.0) * weights  # [G, names]
-        dtype, device = self.kind
-        return means.sum(1).to(device, torch.promote_types(dtype, torch.float32))
