@@ -33,7 +33,7 @@ from ..errors import expected
 from ..kernels.documents import note_token_range
 from .step import Step
 from .summed_loss import named
-from .token_count import Count, TokenRule, check_amounts, read_count, sums_of
+from .token_count import Count, Term, TokenRule, check_amounts, read_count, sums_of
 from .window import Window, open_window
 from .window_sums import WindowSums
 
@@ -124,12 +124,12 @@ def accumulate(
         if not isinstance(each, bool):
             raise TypeError(expected("each", "True or False", each))
         facts: dict[str, object] = {"multiplier": factor, "each": each}
-        terms, lists, rules, checks = [], [], [], []
+        terms: dict[str, Term] = {}
+        lists, rules, checks = [], [], []
         for name, one in _named_counts(count):
-            term = read_count(one, window.micro_batches, name)
+            terms[name] = term = read_count(one, window.micro_batches, name)
             label, counts = named("count", name), term.counts
             facts[label] = term.fact
-            terms.append(term)
             lists.append(counts or [])
             if counts is None:
                 if each:

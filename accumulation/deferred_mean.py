@@ -242,7 +242,7 @@ class DeferredMean:
         )
         self._ranks = window.ranks
         term = Term("", "a sum", number=multiplier, factor=1.0)
-        step = _SumStep(window, sums := WindowSums([term], window.ranks))
+        step = _SumStep(window, sums := WindowSums({"": term}, window.ranks))
         try:
             for _, micro_batch in step._iterate():
                 step.run(fn, micro_batch)

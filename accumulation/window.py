@@ -150,7 +150,7 @@ def open_window(
     if window.is_lockstep:
         window.check_equal_numbers()
     if window.wrappers.ddp:
-        window.wrappers.communicate_before_forwards(ranks, [int(row[-1]) for row in totals])
+        window.wrappers.communicate_before_forwards(ranks, list(zip(*totals))[-1])
     return window, value, totals
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ from .token_count import Term, as_numbers, check_amounts, check_scalar, sums_of
 class WindowSums:
     """The sums of a window: of this rank's micro-batches until they are exchanged, then over all ranks."""
 
-    def __init__(self, terms: Sequence[Term], ranks: ProcessGroup | None, *, each: bool = False) -> None:
-        self.terms, self._ranks = {term.name: term for term in terms}, ranks
-        self.are_named = "" not in self.terms
+    def __init__(self, terms: dict[str, Term], ranks: ProcessGroup | None, *, each: bool = False) -> None:
+        self.terms, self._ranks, self.are_named = terms, ranks, "" not in terms
         self._items: list[tuple[tuple[Any, ...], Tensor | float, Tensor | float | None]] = []  # with names and counts
         self.num_items = 0.0  # the sum of num_items over all ranks
         self.kind = torch.get_default_dtype(), torch.device("cpu")  # of the losses
         self.each: Tensor | None = None  # (G, 2, names) with ``each``: the sums of each micro-batch, and its counts
         if each:
-            counts = torch.tensor([as_numbers(term.counts or []) for term in terms], dtype=torch.float64).T
+            counts = torch.tensor([as_numbers(term.counts or []) for term in terms.values()], dtype=torch.float64).T
             self.each = torch.stack([torch.zeros_like(counts), counts], dim=1)
 
     def add(self, index: int, term: Term, value: Tensor | float, weight: Any) -> float:
@@ -73,7 +72,7 @@ class WindowSums:
             check = combined([check, check_amounts(items, lambda place: named(*names[place]), self._ranks, counts)])
         sums: list[list[Any]] = []
         for term in self.terms.values():
-            sums.append([value for _, value in term.sums])
+            sums.append([*map(itemgetter(1), term.sums)])
             if not is_early and term.weight is None:
                 term.weight = 1.0
         rows = self.each

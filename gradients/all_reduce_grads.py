@@ -113,10 +113,13 @@ _COUNTS: WeakKeyDictionary[nn.Module, tuple[float, Tensor, TensorWeakRef]] = Wea
 
 def note_count(model: nn.Module, count: float | None) -> None:
     """Note the divisor of the gradients of ``model``, for :func:`all_reduce_grads_`; None removes the note."""
-    parameter = next((p for p in model.parameters() if p.grad is not None), None)
     _COUNTS.pop(model, None)
-    if count is not None and parameter is not None and parameter.grad is not None:
-        _COUNTS[model] = count, parameter, TensorWeakRef(parameter.grad)
+    if count is None:
+        return
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            _COUNTS[model] = count, parameter, TensorWeakRef(parameter.grad)
+            return
 
 
 class Summand(NamedTuple):

@@ -134,16 +134,10 @@ def awaits_first_reduction(module: DistributedDataParallel) -> bool:
     return module.static_graph and not module._static_graph_delay_allreduce_enqueued
 
 
-def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the FSDPModules among ``modules``, without importing FSDP (0.7 s): until it is imported there are none."""
+def fsdp_modules(modules: Iterable[nn.Module], kind: str = "FSDPModule") -> list[Any]:
+    """Return the modules of a ``kind`` of FSDP, without importing it (0.7 s): until it is imported there are none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
-
-
-def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
-    """Return True if one of ``modules`` is a FullyShardedDataParallel, which FSDP2 replaces."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return bool([module for module in modules if fsdp and isinstance(module, fsdp.FullyShardedDataParallel)])
+    return [] if fsdp is None else [module for module in modules if isinstance(module, getattr(fsdp, kind))]
 
 
 def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:

@@ -87,7 +87,7 @@ class GradientSync(NamedTuple):
     @property
     def is_lockstep(self) -> bool:
         """Whether a forward, or a backward without reduction, communicates, so that all ranks must run equally many."""
-        return self.shares_statistics or any(group.is_sharded for group in self.fsdp)
+        return self.shares_statistics or any(map(attrgetter("is_sharded"), self.fsdp))
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -107,7 +107,9 @@ class GradientSync(NamedTuple):
             groups[tuple(group.ranks())] = group
         for module in self.ddp:
             groups[tuple(group_ranks(module.process_group))] = module.process_group
-        largest = max(map(len, groups), default=0)
+        if len(groups) < 2:
+            return groups
+        largest = max(map(len, groups))
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
@@ -117,7 +119,7 @@ class GradientSync(NamedTuple):
         """
         if self.unwrapped is not None:
             return
-        if group is None and any(wrapper.has_hook for wrapper in self.fsdp):
+        if group is None and any(map(attrgetter("has_hook"), self.fsdp)):
             fix = (
                 "It may add over more ranks, or divide. Pass group, all ranks that the gradients are added over in the "
                 "end; and to accumulate or DeferredMean multiplier, the number that they are divided by in all."
@@ -125,7 +127,7 @@ class GradientSync(NamedTuple):
             got = Words("a function of set_all_reduce_hook")
             raise ValueError(expected("model", "gradients that FSDP2 alone reduces, without group", got, fix))
         if group is None:
-            assert self.group is not None  # or raises
+            assert self.group is not None  # or it raises: the ranks must be those of one group
             return
         ranks = group_ranks(resolve_group(group))
         for reduced in self._largest_groups():
@@ -224,7 +226,7 @@ class GradientSync(NamedTuple):
         broadcasts = [module.require_forward_param_sync is True for module in self.ddp]
         return 1 + sum(due << (1 + index % 50) for index, due in enumerate(broadcasts))
 
-    def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[int]) -> None:
+    def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[float]) -> None:
         """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would.
 
         Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward with
@@ -301,7 +303,7 @@ class GradientSync(NamedTuple):
         """
         if not (self.ddp or self.fsdp):
             return []
-        if {loss.grad_fn for loss in losses} == {None}:
+        if not any(map(attrgetter("grad_fn"), losses)):
             fix = "Use model(batch).sum() * 0 where there are no terms: the backward must reach the wrapper."
             raise ValueError(expected(name, "a tensor that the model has computed", Words("a leaf"), fix))
         modules = self.unprepared(losses, used)
@@ -310,7 +312,7 @@ class GradientSync(NamedTuple):
         return modules
 
     def forget_forwards(self) -> None:
-        """Reset the wrappers after forwards without a backward, also of a loss whose backward may follow.
+        """Reset the wrappers after forwards without a backward, so that a later backward of their losses is refused.
 
         Call it on every rank: the next forward of DDP broadcasts on all of them, whatever they have run.
         """
@@ -350,7 +352,7 @@ def find_sync(model: nn.Module) -> GradientSync:
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
     inside = list(model.modules())
-    if torch_private.has_fsdp1(inside):
+    if torch_private.fsdp_modules(inside, "FullyShardedDataParallel"):
         fix = "Use torch.distributed.fsdp.fully_shard, or DDP."
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("FullyShardedDataParallel"), fix))
     if "DeepSpeedEngine" in map(attrgetter("__name__"), type(model).__mro__):
@@ -366,7 +368,7 @@ def find_sync(model: nn.Module) -> GradientSync:
             ddp.append(module)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
-    fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *(group.module for group in fsdp)])
+    fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *map(attrgetter("module"), fsdp)])
     managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
     for module in ddp:
         ignored = module.parameters_to_ignore
