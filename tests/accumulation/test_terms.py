@@ -234,6 +234,25 @@ def test_a_mistake_of_one_rank(rank: int, kind: str, mistake: str, index: int) -
         model.zero_grad()
 
 
+@on_ranks()
+def test_a_mistake_in_a_loss_that_leaves_a_head_out(rank: int) -> None:
+    """Zeros from all outputs would gather that head under FSDP2, in which the other ranks take no part."""
+    model, batches, last = with_heads_apart("fsdp2"), make_window("full", rank), dist.get_world_size() - 1
+    expected, _ = expected_of(all_batches("full"), {"mtp": 0.0})
+
+    def run(is_wrong: bool) -> None:
+        for number, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+            wrong = is_wrong and rank == last and number == 1
+            step.backward(losses_of(model, batch)["ce"], num_items=-1 if wrong else None)
+
+    for _ in range(2):
+        found, message = common_error(partial(run, True))
+        assert (found, "num_items of micro-batch 1: expected a finite number >= 0" in message) == ("ValueError", True)
+        run(False)
+        assert error(reduced(model), expected) <= 1e-12
+        model.zero_grad()
+
+
 OPENINGS: dict[str, Any] = {  # what one rank counts, and the error of all
     "other names": ({"ce": count_valid_tokens}, "ValueError", "count of 'mtp'"),
     "no names": ({}, "ValueError", f"one to {MAX_TERMS} names, got 0"),
