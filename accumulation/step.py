@@ -71,7 +71,7 @@ class MicroBatch:
     unprepared: Sequence[DistributedDataParallel] = ()  # whose reduction the caller's framework must still prepare
     # What the outermost wrappers have returned, if the ranks wait for each other in this micro-batch; None before that.
     outputs: list[Any] | None = None
-    has_begun: bool = False  # its backward, there
+    reached: set[int] = field(default_factory=set)  # the places of the outputs that a backward has reached
 
 
 class Step:
@@ -424,15 +424,12 @@ class Step:
         """Note where the backward of a forward begins."""
         if torch.compiler.is_compiling() or backward_is_running():  # a checkpoint recomputes a forward
             return
-        micro_batch = self._current()
-
-        def note(grad: Tensor) -> None:
-            micro_batch.has_begun = True
-
+        # The hooks must not refer to the micro-batch: it refers to the graph, which would stay alive with them.
+        micro_batch, reached = self._current(), self._current().reached
         micro_batch.outputs = micro_batch.outputs or []
-        for tensor in tensors_with_graph(outputs):
+        for place, tensor in enumerate(tensors_with_graph(outputs), len(micro_batch.outputs)):
             micro_batch.outputs.append(_root_of(tensor))
-            tensor.register_hook(note)
+            tensor.register_hook(lambda _, place=place: reached.add(place))
 
     def _fail(self, error: Exception, *, is_due: bool, losses: Sequence[Tensor] = ()) -> None:
         """Store ``error`` for the closing header; raise it if none follows, or if this rank cannot get there.
@@ -441,7 +438,7 @@ class Step:
         ``losses`` are all that the micro-batch was to back-propagate.
         """
         window, wrappers, micro_batch = self._window, self._window.wrappers, self._current()
-        is_due = is_due and not micro_batch.has_begun
+        is_due = is_due and not micro_batch.reached
         reduces = self._phase >= Phase.AGREED and bool(wrappers.ddp or wrappers.fsdp)
         is_awaited = is_due and (reduces or (window.is_lockstep and self._phase is Phase.OPEN))
         # If the loss itself is usable, back-propagate zeros from it, as the other ranks do from theirs.

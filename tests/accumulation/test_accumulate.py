@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from batches import Batch, all_batches, make_batch, make_window, num_valid, one_process, sum_loss
 from blindfold import Blindfold
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Subset
 from verbs import run_window
 from workers import error_of
@@ -458,3 +460,30 @@ def test_count_valid_tokens_over_ranks(rank: int) -> None:
     assert kind == "TypeError"
     assert f"failed on rank {world_size - 1}: " in text
     assert error_of(lambda: count_valid_tokens(window, shift=not is_last))[0] == "ValueError"
+
+
+class Watched(torch.autograd.Function):
+    """The identity; notes its contexts, which live as long as its graphs."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        Watched.alive.add(ctx)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@on_ranks(2)
+def test_no_graph_outlives_its_micro_batch(rank: int) -> None:
+    """With sync="each" the step notes what the model has returned."""
+    model, numbers = wrap(Model(), "ddp"), []
+    model.register_forward_hook(lambda module, inputs, output: Watched.apply(output))
+    for step, batch in accumulate(model, [make_batch(rank, 0)] * 3, count_valid_tokens, sync="each"):
+        step.backward(sum_loss(model, batch))
+        numbers.append(len(Watched.alive))
+    gc.collect()
+    assert (numbers[0], len(Watched.alive)) == (1, 0)
