@@ -320,17 +320,17 @@ def test_faults_of_one_rank_are_raised_on_all(rank: int, kind: str, fault: str) 
 
 @on_ranks()
 def test_a_loss_past_ddp_is_refused(rank: int) -> None:
-    """It reduces nothing; also when only the last micro-batch is one."""
+    """It reduces nothing; also when only the last micro-batch is one, and in a window of one."""
     model, batches = wrap(Headless(), "ddp"), make_window("full", rank)
 
-    def past(first: int) -> None:
-        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens)):
+    def past(first: int, number: int) -> None:
+        for index, (step, batch) in enumerate(accumulate(model, batches[:number], count_valid_tokens)):
             hidden = (model.module if index >= first else model)(batch["tokens"])
             (step.factor * hidden.sum()).backward()
             step.record(hidden.detach().sum())
 
-    for first in (0, 2, 0):
-        found, text = common_error(partial(past, first))
+    for first, number in ((0, 3), (2, 3), (0, 1)):
+        found, text = common_error(partial(past, first, number))
         assert (found, "DDP reduces only after a forward of its own" in text) == ("ValueError", True), text
         assert not gradient(model).any()
 
