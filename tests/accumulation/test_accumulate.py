@@ -487,3 +487,19 @@ def test_no_graph_outlives_its_micro_batch(rank: int) -> None:
         numbers.append(len(Watched.alive))
     gc.collect()
     assert (numbers[0], len(Watched.alive)) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_a_plain_backward_in_place_of_that_of_the_step(rank: int, kind: str) -> None:
+    """The others have met it in theirs, so no zeros follow."""
+    model = wrap(Model(), kind)
+
+    def run() -> None:
+        window = accumulate(model, make_window("full", rank), count_valid_tokens, sync="each")
+        for index, (step, batch) in enumerate(window):
+            loss = sum_loss(model, batch)
+            loss.backward() if rank == 1 and index == 0 else step.backward(loss)
+
+    kind_of_error, text = error_of(run)
+    assert (kind_of_error, "micro-batch 0: expected one backward, got 0" in text) == ("RuntimeError", True), text
