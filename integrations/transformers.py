@@ -343,7 +343,7 @@ def verify_training_step(trainer: Any, micro_batches: list[Any], **options: Any)
             trainer.current_gradient_accumulation_steps = len(samples)
             losses = []
             for place, inputs in enumerate(samples, 1):
-                accelerator.gradient_state._set_sync_gradients(place == len(samples))
+                accelerator.sync_gradients = place == len(samples)
                 with nullcontext() if place == len(samples) else accelerator.no_sync(model):
                     losses.append(float(trainer.training_step(model, inputs, number)))
             return sum(losses)
@@ -356,7 +356,7 @@ def verify_training_step(trainer: Any, micro_batches: list[Any], **options: Any)
     try:
         return verify_step(step, model, micro_batches, **options)
     finally:
-        accelerator._models[:] = [kept for kept in accelerator._models if kept is not model]
+        accelerator.free_memory()  # train() prepares the model again
 
 
 def _logits(outputs: Any) -> Tensor:

@@ -231,8 +231,10 @@ class _OneProcess(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Return what the module inside has, for a step that unwraps what is an instance of DDP."""
-        module = self.__dict__["_modules"]["module"]
-        return module if name == "module" else getattr(module, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from workers import error_of
 
 from fullrank.accumulation.torch_private import tensors_with_graph
 from fullrank.distributed.gather import _KEEP_ROWS
+from fullrank.distributed.torch_private import collectives_by_group
 
 ROOT = Path(__file__).resolve().parents[2]
 Table = dict[str, tuple[str, Callable[[], Any]]]  # names that are used together, what for, and a check on two ranks
@@ -243,7 +244,15 @@ def breaks_graphs() -> bool:
     return "the reason" in error_of(lambda: compiled(leaf()))[1]
 
 
+def unwraps() -> bool:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    compiled = torch.compile(inner := nn.Linear(1, 1), backend="eager")
+    return compiled._orig_mod is inner is checkpoint_wrapper(inner)._checkpoint_wrapped_module
+
+
 MODULES: Table = {
+    "compiled._orig_mod checkpointed._checkpoint_wrapped_module": ("names parameters without wrappers", unwraps),
     "nn.Module._buffers": ("restores buffers before a replay", buffers),
     "nn.Module._apply": ("moves queues", moves),
     "nn.Module._save_to_state_dict _load_from_state_dict _extra_state": ("saves and loads queues", keeps_state),
@@ -605,7 +614,17 @@ def is_loss_parallel() -> bool:
     return within(loss_parallel(), read) == (True, False)
 
 
+def counts_collectives() -> bool:
+    before = collectives_by_group()[group := dist.group.WORLD]
+    dist.all_reduce(torch.ones(1))
+    return collectives_by_group()[group] == before + 1
+
+
 GROUPS_AND_METRICS: Table = {
+    "torch.distributed.distributed_c10d._world ProcessGroup._get_sequence_number_for_group pg_map": (
+        "sees a collective over another group",
+        counts_collectives,
+    ),
     "ProcessGroup._allgather_base all_gather_single asyncOp": ("gathers", gathers),
     "torch.distributed.reduce_scatter_single": ("adds gradients of gathered rows", adds_rows),
     "DeviceMesh._flatten": ("makes one group of all dimensions", flattens),
