@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,39 +18,26 @@ _JOIN = "Pass join=, a function from the list of all batches to one batch."
 
 
 def is_window(batch: Any) -> bool:
-    """Return True for a list of micro-batches; a list of tensors that do not fit each other is one batch."""
-    if not isinstance(batch, list):
+    """Return True for a list of micro-batches: of containers of one type, or of tensors that differ in their rows."""
+    if not isinstance(batch, list) or not all(map(tensors_in, batch)):
         return False
-    kinds = {(part.dtype, part.shape[1:]) if isinstance(part, Tensor) and part.ndim else None for part in batch}
-    return len(kinds) <= 1 or not all(isinstance(part, Tensor) for part in batch)
+    return len({(part.dtype, part.shape[1:]) if isinstance(part, Tensor) else type(part) for part in batch}) == 1
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """Return ``batch`` with ``function`` applied to every tensor in it."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, Mapping):
-        return _remake(batch, {key: map_tensors(function, value) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)):
-        return _remake(batch, [map_tensors(function, value) for value in batch])
-    return batch
-
-
-def count_rows(batch: Any) -> int | None:
-    """Return the length of the first tensor in ``batch``; None if it has none."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), None)
+    if (items := _items(batch)) is None:
+        return batch
+    return _remake(batch, {key: map_tensors(function, value) for key, value in items.items()})
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors in ``batch``."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    return found
+    if isinstance(batch, Tensor):
+        return [batch]
+    return [tensor for value in (_items(batch) or {}).values() for tensor in tensors_in(value)]
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
@@ -57,7 +46,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
     Raises:
         ValueError: for batches of different structure, or values that cannot be joined.
     """
-    return _join(batches, "batch", lambda tensors, name: _cat(tensors, name))
+    return _join(batches, "batch", _cat)
 
 
 def pad_tokens(ignore_index: int = -100, *, pad: int = 0) -> Join:
@@ -69,40 +58,33 @@ def pad_tokens(ignore_index: int = -100, *, pad: int = 0) -> Join:
     """
 
     def fill(tensors: Sequence[Tensor], name: str) -> Tensor:
-        lengths = {tensor.shape[1] for tensor in tensors if tensor.ndim > 1}
-        if len(lengths) <= 1:
-            return _cat(tensors, name)
-        value, width = ignore_index if "label" in name.lower() else pad, max(lengths)
-        padded = [
-            torch.cat([tensor, tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), value)], 1)
-            for tensor in tensors
-        ]
-        return _cat(padded, name)
+        width = max(tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in tensors)
+        value = ignore_index if "label" in name.lower() else pad
+        return _cat([_widen(tensor, width, value) if tensor.ndim > 1 else tensor for tensor in tensors], name)
 
     return lambda batches: _join(batches, "batch", fill)
 
 
+def _widen(tensor: Tensor, width: int, value: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), value)], 1)
+
+
 def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Tensor], str], Tensor]) -> Any:
-    first = values[0]
-    if len({type(value) for value in values}) > 1:
-        kinds = Words(", ".join(type(value).__name__ for value in values[:4]))
-        raise ValueError(expected(name, "the same type in every batch", kinds, _JOIN))
+    first, items = values[0], [_items(value) for value in values]
+    if len(kinds := {type(value).__name__ for value in values}) > 1:
+        raise ValueError(expected(name, "the same type in every batch", Words(" and ".join(sorted(kinds))), _JOIN))
     if isinstance(first, Tensor) and first.ndim:
         return join_tensors(values, name)
-    if isinstance(first, Mapping):
-        if len({tuple(map(str, value)) for value in values}) > 1:
-            raise ValueError(expected(name, "the same keys in every batch", Words("different ones"), _JOIN))
-        parts = {key: _join([v[key] for v in values], f"{name}[{key!r}]", join_tensors) for key in first}
-        return _remake(first, parts)
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(values)
-    if isinstance(first, list) and not any(_holds_tensors(value) for value in values):
+    if isinstance(first, list) and not any(map(tensors_in, values)):
         return [item for value in values for item in value]
-    if isinstance(first, (list, tuple)):
-        if len({len(value) for value in values}) > 1:
-            raise ValueError(expected(name, "the same length in every batch", Words("different ones"), _JOIN))
-        columns = enumerate(zip(*values))
-        return _remake(first, [_join(column, f"{name}[{place}]", join_tensors) for place, column in columns])
+    if items[0] is not None:
+        if len({tuple(map(str, item)) for item in items}) > 1:
+            raise ValueError(expected(name, "the same keys or length in every batch", Words("different ones"), _JOIN))
+        return _remake(
+            first, {key: _join([item[key] for item in items], f"{name}[{key!r}]", join_tensors) for key in items[0]}
+        )
     if not all(bool(value == first) for value in values):
         got = Words(", ".join(map(str, values[:4])))
         raise ValueError(expected(name, "tensors with rows, or the same value in every batch", got, _JOIN))
@@ -117,14 +99,21 @@ def _cat(tensors: Sequence[Tensor], name: str) -> Tensor:
     return torch.cat(list(tensors))
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
+def _items(batch: Any) -> dict[Any, Any] | None:
+    """Return what a container holds; None for anything else."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
 
 
-def _remake(batch: Any, values: Any) -> Any:
-    """Return a container like ``batch`` with other values."""
-    if hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*values)
-    return type(batch)(values)
+def _remake(batch: Any, items: dict[Any, Any]) -> Any:
+    """Return a container like ``batch`` that holds ``items``."""
+    if isinstance(batch, Mapping):
+        remade: Any = copy.copy(batch)
+        remade.update(items)
+        return remade
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **items)
+    return type(batch)(*items.values()) if hasattr(batch, "_fields") else type(batch)(items.values())

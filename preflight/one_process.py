@@ -6,12 +6,14 @@ import copy
 import functools
 import gc
 import inspect
+import math
 import os
 import random
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -36,10 +39,11 @@ Step = Callable[[nn.Module, Any], Any]
 Gradients = dict[str, Tensor | None]
 
 _COMPILED = {"_orig_mod", "_checkpoint_wrapped_module"}  # the names that wrappers other than DDP add to a parameter's
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class State:
-    """What a step may change: the model, modules outside it, optimizers, scalers, and the random states.
+    """What a step may change: the model, modules outside it, optimizers, schedulers, scalers, and the random states.
 
     Args:
         step: the modules that its code names, and all that are called in a run, are put back too.
@@ -50,54 +54,64 @@ class State:
     def __init__(self, step: Step, model: nn.Module, losses: Sequence[nn.Module]) -> None:
         self.model, self.is_optimized = model, False
         self.lowest = torch.float64  # the dtype of the lowest precision that a parameter has or a module returned
-        self.outside: dict[nn.Module, tuple[dict[str, Any], bool, list[Any]]] = {}  # state, training mode, gradients
-        self._inside = set(model.modules())
-        self._sync = find_sync(model)
-        self._random = _random_state()
-        self._training = [(module, module.training) for module in model.modules()]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._values += [(p, p.detach().clone()) for p in model.parameters() if is_dtensor(p)]
-        self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-        self._stepped: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
-        self.optimizers, self._scalers = [], []
+        self.outside: dict[nn.Module, tuple[dict[str, Any], list[Any]]] = {}  # state, gradients
+        self._inside: set[nn.Module] = set()
+        self._attributes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._sync, self._random = find_sync(model), _random_state()
         parameters = set(model.parameters())
-        for found in gc.get_objects():
-            if issubclass(type(found), Optimizer) and any(
-                parameters & set(g["params"]) for g in getattr(found, "param_groups", ())
-            ):
+        self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+        self._values += [(p, p.detach().clone()) for p in parameters if is_dtensor(p)]
+        self._stepped: dict[int, tuple[Optimizer, Any]] = {}
+        self.is_alone = False
+        self.optimizers = []
+        for found in _instances(Optimizer, torch.amp.GradScaler, LRScheduler):
+            if not isinstance(found, Optimizer):
+                self._keep_attributes(found)
+            elif any(parameters & set(group["params"]) for group in found.param_groups):
                 self.optimizers.append(found)
-            elif issubclass(type(found), torch.amp.GradScaler):
-                self._scalers.append((found, found.state_dict()))
+        self._options = [(optimizer, list(map(dict, optimizer.param_groups))) for optimizer in self.optimizers]
         for parameter in parameters:
             self._lower(parameter)
+        self.keep(model)
         for module in (*losses, *_modules_named_in(step)):
             self._watch(module)
 
-    def keep(self, copied: nn.Module, parameters: dict[nn.Parameter, Tensor]) -> None:
-        """Put back plain parameters from a copy of the model that exists anyway, whose modules are not watched."""
-        self._inside.update(copied.modules())
-        self._values += [(p, value) for p, value in parameters.items() if not is_dtensor(p)]
+    def keep(self, module: nn.Module, parameters: dict[nn.Parameter, Tensor] | None = None) -> None:
+        """Put back a module, and plain parameters from a copy of them that exists anyway."""
+        self._inside.update(module.modules())
+        for inner in module.modules():
+            self._keep_attributes(inner)
+        self._values += [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._values += [(p, value) for p, value in (parameters or {}).items() if not is_dtensor(p)]
+
+    def _keep_attributes(self, owner: Any) -> None:
+        """Put back numbers, tensors, and containers of them, such as a queue in an attribute."""
+        names = {"training", *(() if isinstance(owner, DDP) else vars(owner).keys() - _OF_EVERY_MODULE)}
+        held = {name: value for name in names if _is_data(value := getattr(owner, name, owner))}
+        self._attributes.append((owner, held, copy.deepcopy(held)))
 
     def _lower(self, tensor: object) -> None:
-        if not torch.compiler.is_compiling() and isinstance(tensor, Tensor) and tensor.is_floating_point():
+        if (
+            not torch.compiler.is_compiling()
+            and isinstance(tensor, Tensor)
+            and (tensor.is_floating_point() or tensor.is_complex())
+        ):
             self.lowest = max(self.lowest, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
     def _watch(self, module: nn.Module, *_: object) -> None:
-        if (
-            torch.compiler.is_compiling()
-            or module in self._inside
-            or module in self.outside
-            or self._inside & set(module.modules())
-        ):
+        if torch.compiler.is_compiling() or module in self._inside or self._inside & set(module.modules()):
             return
         grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        self.outside[module] = copy.deepcopy(module.state_dict()), module.training, grads
-        self._inside.update(module.modules())  # the state of the module has theirs
+        self.outside[module] = copy.deepcopy(module.state_dict()), grads
+        self.keep(module)
 
     def _watch_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self.is_optimized = True
-        if id(optimizer) not in self._stepped:
-            self._stepped[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
+        if not self.is_alone and id(optimizer) not in self._stepped:
+            self._stepped[id(optimizer)] = optimizer, optimizer.state
+            copies = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
+            optimizer.state = defaultdict(dict, copies)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -122,30 +136,31 @@ class State:
             with torch.no_grad():
                 for parameter, grad, values in self._grads:
                     parameter.grad = grad if grad is None or values is None else grad.copy_(values)
-            for _, _, grads in self.outside.values():
+            for _, grads in self.outside.values():
                 for parameter, grad in grads:
                     parameter.grad = grad
 
     def rewind(self, seed: int | None = None) -> None:
         """Put back everything but the gradients of the model; with ``seed``, draw other random numbers from now on."""
-        for module, is_training in self._training:
-            module.training = is_training
         with torch.no_grad():
             for tensor, value in self._values:
                 if not torch.equal(_local(tensor), _local(value)):
                     self.is_optimized |= isinstance(tensor, nn.Parameter)
                     tensor.copy_(value)
-        for optimizer, state in self._stepped.values():
-            optimizer.load_state_dict(state)
-        for scaler, state in self._scalers:
-            with suppress(AssertionError):  # nothing was unscaled
-                scaler.update()
-            scaler.load_state_dict(state)
-        for module, (state, is_training, grads) in self.outside.items():
-            module.load_state_dict(state)
-            module.train(is_training)
-            for parameter, _ in grads:
-                parameter.grad = None
+            for optimizer, state in self._stepped.values():
+                optimizer.state = state
+            self._stepped.clear()
+            for optimizer, groups in self._options:
+                for group, options in zip(optimizer.param_groups, groups):
+                    group.update(options)  # such as the learning rate
+            for module, (state, grads) in self.outside.items():
+                module.load_state_dict(state)
+                for parameter, _ in grads:
+                    parameter.grad = None
+            for owner, held, copies in self._attributes:
+                for name, value in copy.deepcopy(copies).items():
+                    value = held[name].copy_(value) if isinstance(value, Tensor) else value
+                    setattr(owner, name, value) if name == "training" else vars(owner).update({name: value})
         _set_random_state(self._random)
         if seed is not None:
             random.seed(seed)
@@ -154,12 +169,28 @@ class State:
 
     def parameters_outside(self) -> dict[str, nn.Parameter]:
         """Return the parameters of modules outside the model, by the class of the module and their names."""
-        named = [
-            (f"{type(module).__name__}.{name}", p) for module in self.outside for name, p in module.named_parameters()
-        ]
-        return {
-            f"{name} ({number})" if name in dict(named[:number]) else name: p for number, (name, p) in enumerate(named)
-        }
+        named: dict[str, nn.Parameter] = {}
+        for module in self.outside:
+            for name, parameter in module.named_parameters(type(module).__name__):
+                named[f"{name} ({len(named)})" if name in named else name] = parameter
+        return named
+
+
+def _instances(*kinds: type) -> list[Any]:
+    """Return all objects of these classes and their subclasses; each refers to its class."""
+    classes = set(kinds)
+    while more := {inner for kind in classes for inner in kind.__subclasses__()} - classes:
+        classes |= more
+    return [found for found in gc.get_referrers(*classes) if type(found) in classes]
+
+
+def _is_data(value: object) -> bool:
+    """Return True for numbers, texts, tensors without a graph, and containers of them."""
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        return all(map(_is_data, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (int, float, str, Enum, np.ndarray))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -175,7 +206,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _modules_named_in(step: Step) -> Iterator[nn.Module]:
     """Yield the modules that the code of ``step`` refers to."""
-    function: Any = step
+    function: Any = inspect.unwrap(step)
     values: list[Any] = []
     while isinstance(function, functools.partial):
         values += [*function.args, *function.keywords.values()]
@@ -204,9 +235,15 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, every dropout returns its input."""
+    """Inside, every dropout returns its input; that of layers with one inside is 0."""
 
     _NAMES = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for module in model.modules():
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+                module.dropout = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -255,13 +292,16 @@ def plain_names(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy without wrappers."""
+def _copied(model: nn.Module, group: ProcessGroup | None) -> nn.Module:
+    """Return a copy without wrappers, which communicates over ``group``, if at all."""
     modules = list(model.modules())
     what, fix = "a model that can be copied", "Pass build_model=, a function that makes it without wrappers."
     if fsdp_modules(modules) or any(map(is_dtensor, model.parameters())):
         raise ValueError(expected("model", what, Words("one with sharded parameters"), fix))
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(other): group for other in collectives_by_group()}
+    for value in (value for module in modules for value in vars(module).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach()  # an activation that a forward has kept
     try:
         for module in reversed(modules):
             if isinstance(module, DDP):
@@ -290,7 +330,8 @@ class Reference:
         self, run: Callable[[nn.Module, Any], Any], state: State, build_model: Callable[[], nn.Module] | None
     ) -> None:
         self._run, self._state = run, state
-        self._model = _copied(state.model) if build_model is None else build_model()
+        self._group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if is_initialized() else None
+        self._model = _copied(state.model, self._group) if build_model is None else build_model()
         if not isinstance(self._model, nn.Module):
             raise TypeError(expected("build_model", "a function that returns an nn.Module", self._model))
         if wrapped := fsdp_modules(state.model.modules()):
@@ -302,8 +343,6 @@ class Reference:
         sources = self._sources()
         state.keep(self._model, {source: self.parameters[name].detach() for name, source in sources.items()})
         self._by_source = {id(source): self.parameters[name] for name, source in sources.items()}
-        self._training = [(module, module.training) for module in self._model.modules()]
-        self._group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if is_initialized() else None
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -332,15 +371,13 @@ class Reference:
     def run(self, batch: Any, seed: int | None = None) -> tuple[float | None, Gradients]:
         """Return the loss and the gradients of the step with ``batch`` alone, with other random numbers for a seed."""
         self._state.rewind(seed)
-        for module, is_training in self._training:
-            module.training = is_training
         for buffer, source in zip(self._model.buffers(), self._state.model.buffers()):
             buffer.data = source.detach().clone()
         self._model.zero_grad(set_to_none=True)
         try:
             before, failure = collectives_by_group(), None
             try:
-                with self._alone(), warnings.catch_warnings():
+                with self._alone(), _gathers_with_gradient(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     value = self._run(self._model, batch)
             except Exception as error:
@@ -348,10 +385,18 @@ class Reference:
             self._check_groups(before, failure)
             if failure is not None:
                 raise failure
-            return value, take_gradients(self.parameters | self._state.parameters_outside())
+            gradients = take_gradients(self.parameters | self._state.parameters_outside())
+            lengths = [float(grad.norm()) for grad in gradients.values() if grad is not None]
+            if not lengths or not math.isfinite(sum(lengths)):
+                got = Words("one that gives infinite ones" if lengths else "one that gives none")
+                fix = (
+                    "Call the model that the step is given, not another variable, and backward; no zero_grad after it."
+                )
+                fix = "Lower the scale of the GradScaler." if lengths else fix
+                raise ValueError(expected("step", "a step that gives the model gradients", got, fix))
+            return value, gradients
         finally:
-            if self._state.is_optimized:
-                self._load()
+            self._load()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -361,6 +406,7 @@ class Reference:
         variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
         world = dist.group.WORLD if is_initialized() else None
         token = ONLY.set(self._group)
+        self._state.is_alone = True
         try:
             for optimizer, _ in optimizers:
                 optimizer.state = defaultdict(dict)
@@ -371,6 +417,7 @@ class Reference:
                 os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
             yield
         finally:
+            self._state.is_alone = False
             ONLY.reset(token)
             if world is not None:
                 dist.group.WORLD = world
@@ -395,10 +442,41 @@ class Reference:
             raise ValueError(expected("step", what, got, fix)) from error
 
 
+@contextmanager
+def _gathers_with_gradient() -> Iterator[None]:
+    """Inside, torch's gathers return the rows of one process with their gradient, as if nothing were gathered."""
+    names = "all_gather", "all_gather_into_tensor"
+    torch_own = {name: getattr(dist, name) for name in names}
+
+    def over_one(gather: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(gather)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = gather(*args, **kwargs)
+            output, rows, *_ = inspect.signature(gather).bind(*args, **kwargs).arguments.values()
+            output = output[0] if isinstance(output, list) else output
+            output.copy_(rows.view_as(output))
+            return work
+
+        return call
+
+    modules = dist, dist.distributed_c10d
+    try:
+        for name, gather in torch_own.items():
+            for module in modules:
+                setattr(module, name, over_one(gather))
+        yield
+    finally:
+        for name, gather in torch_own.items():
+            for module in modules:
+                setattr(module, name, gather)
+
+
 def take_gradients(parameters: dict[str, nn.Parameter]) -> Gradients:
-    """Return the gradients of ``parameters``, which have none afterwards."""
+    """Return the gradients of ``parameters``, dense and real; the parameters have none afterwards."""
     gradients: Gradients = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            gradients[name], parameter.grad = parameter.grad, None
+            grad, parameter.grad = parameter.grad, None
+            grad = grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+            gradients[name] = torch.view_as_real(grad) if grad is not None and grad.is_complex() else grad
     return gradients

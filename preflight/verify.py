@@ -1,15 +1,16 @@
 """Proof on the user's own program: the gradients of one step next to those of one process with the whole batch.
 
-The step runs as it is on all ranks. Then every rank runs it once more alone, with the batches of all. Where gradients
-differ, further runs alone tell why: with another seed (is the step random?), with the batches in another order (is it
-rounding?), and with each batch on its own (is the gradient a combination of those of the batches?).
+First every rank runs the step alone, with the batches of all: an error in it is raised on all ranks, and none is left
+waiting. Then the step runs as it is on all ranks. Where gradients differ, further runs alone tell why: with another
+seed (is the step random?), with the batches in another order (is it rounding?), and with each batch on its own (is the
+gradient a combination of those of the batches?).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,11 +20,11 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, is_initialized
 from ..distributed.header import Offer, agree_on
-from ..errors import Words, expected
+from ..errors import expected
 from ..gradients import discard_gradients_
 from ..gradients.parameters import is_dtensor
 from ..gradients.wrappers import find_ranks, find_sync
-from .joining import Join, concatenate, count_rows, is_window, map_tensors, tensors_in
+from .joining import Join, concatenate, is_window, map_tensors, tensors_in
 from .one_process import Gradients, NoDropout, Reference, State, Step, plain_names, take_gradients, whole
 from .report import Findings, StepReport, Verdict, likely_causes
 
@@ -80,34 +81,37 @@ def verify_step(
         Statistics of batches (BatchNorm without synchronization) and random steps have no gradient of one process to
         compare with; the report names both. A world size that was read before the step is not exchanged.
     """
-    for name, value, kind in (
-        ("step", callable(step), "a function"),
-        ("model", isinstance(model, nn.Module), "a module"),
+    losses = [losses] if isinstance(losses, nn.Module) else list(losses)
+    for name, value, is_right, kind in (
+        ("step", step, callable(step), "a function"),
+        ("model", model, isinstance(model, nn.Module), "a module"),
+        ("losses", losses, all(isinstance(loss, nn.Module) for loss in losses), "modules"),
     ):
-        if not value:
-            raise TypeError(expected(name, kind, step if name == "step" else model))
+        if not is_right:
+            raise TypeError(expected(name, kind, value))
     ranks = _data_ranks(model, group)
 
     def run(model: nn.Module, batch: Any) -> float | None:
-        with NoDropout() if disable_dropout else ExitStack():
+        with NoDropout(model) if disable_dropout else nullcontext():
             value = step(model, batch)
         if isinstance(value, Tensor):
-            return float(value.detach().float().mean())
+            return float(value.detach().double().mean())
         return float(value) if isinstance(value, (int, float)) else None
 
-    state = _together(ranks, lambda: State(step, model, list(losses)))
+    state = _together(ranks, lambda: State(step, model, losses))
     with state.restored(), ExitStack() as stack:
         batches = _together(ranks, lambda: _Batches(batch, join or concatenate, ranks))
         joined = _together(ranks, batches.whole)
         discard_gradients_(model)
         reference = _together(ranks, lambda: Reference(run, state, build_model))
         stack.callback(reference.close)
+        alone = f"verify_step on one process ({'one micro-batch, ' * batches.is_window}world size 1)"
+        wanted_value, wanted = _together(ranks, lambda: reference.run(joined), alone)
         state.rewind()
         own_value = _together(ranks, lambda: run(model, batch))
         found = take_gradients(plain_names(model) | state.parameters_outside())
-        wanted_value, wanted = _together(ranks, lambda: reference.run(joined))
-        proof = _Proof(state, reference, batches, ranks, found, wanted)
-        return proof.report(own_value, wanted_value)
+        state.rewind()  # notices what the step has changed
+        return _Proof(state, reference, batches, ranks, found, wanted).report(own_value, wanted_value)
 
 
 def _data_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
@@ -120,9 +124,9 @@ def _data_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
     return find_ranks(sync, group)
 
 
-def _together(ranks: ProcessGroup | None, compute: Callable[[], T]) -> T:
+def _together(ranks: ProcessGroup | None, compute: Callable[[], T], call: str = "verify_step") -> T:
     """Return ``compute()``; if it raises on one rank, all raise."""
-    return agree_on("verify_step", ranks, lambda: Offer(compute())).value
+    return agree_on(call, ranks, lambda: Offer(compute())).value
 
 
 def _everyone(ranks: ProcessGroup | None, value: T) -> list[T]:
@@ -138,13 +142,15 @@ class _Batches:
     """The batches of all ranks, and of their micro-batches."""
 
     def __init__(self, batch: Any, join: Join, ranks: ProcessGroup | None) -> None:
-        devices = [tensor.device.type for tensor in tensors_in(batch)] or ["cpu"]
         sent = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
-        everyone = _everyone(ranks, (is_window(batch), sent))
-        self.is_window = any(is_list for is_list, _ in everyone)
-        arrived = [map_tensors(lambda tensor: tensor.to(devices[0]), part) for _, part in everyone]
+        everyone = _everyone(ranks, (is_window(batch), sent, [tensor.device.type for tensor in tensors_in(batch)]))
+        self.is_window = any(is_list for is_list, _, _ in everyone)
+        arrived = []
+        for _, part, devices in everyone:
+            device = iter(devices)
+            arrived.append(map_tensors(lambda tensor: tensor.to(next(device)), part))  # noqa: B023
         self.by_rank = [part if self.is_window else [part] for part in arrived]
-        self.rows = tuple(sum(count_rows(part) or 0 for part in parts) for parts in self.by_rank)
+        self.rows = tuple(sum(map(_count_rows, parts)) for parts in self.by_rank)
         self.parts = [part for parts in self.by_rank for part in parts]
         self.join = join
 
@@ -155,6 +161,10 @@ class _Batches:
     def of_step(self, part: Any) -> Any:
         """Return one batch as the step gets it."""
         return [part] if self.is_window else part
+
+
+def _count_rows(batch: Any) -> int:
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
 
 
 class _Gap(NamedTuple):
@@ -189,24 +199,16 @@ class _Proof:
         self.tolerance = math.sqrt(eps)
         # Of the norm of all gradients: less is rounding. In float64 that of sums of 1e6 terms.
         self.zero = max(1e-9, min(32 * eps, self.tolerance / 4))
-        self.wanted = {name: None if grad is None else grad.double() for name, grad in wanted.items()}
-        has_gradient = _everyone(ranks, {name: grad is not None for name, grad in found.items()})
-        self.found: Gradients = dict.fromkeys(wanted)
-        for name, grad in found.items():
-            if grad is not None and name in wanted and all(has.get(name) for has in has_gradient):
-                self.found[name] = whole(grad).double()
-        self.whole_norm = math.sqrt(
-            sum(float(grad.square().sum()) for grad in self.wanted.values() if grad is not None)
-        )
+        has_gradient = _everyone(ranks, {name for name, grad in found.items() if grad is not None})
+        common = set.intersection(*has_gradient)
+        self.found = {name: found[name] if name in common else None for name in wanted}
+        self.wanted = wanted
+        self.whole_norm = math.hypot(*(float(grad.double().norm()) for grad in wanted.values() if grad is not None))
+        self.own = self._sample(self.found)
 
     def report(self, value: float | None, wanted_value: float | None) -> StepReport:
         """Compare, look for the reasons, and return what all ranks agree on."""
         model, ranks = self.state.model, self.ranks
-        if not any(grad is not None for grad in self.wanted.values()):
-            fix = "Call the model that the step is given, not another variable, and backward."
-            raise ValueError(
-                expected("step", "a step that gives the model gradients", Words("one that gives none"), fix)
-            )
         gaps = self._gaps()
         notes = []
         is_random = False
@@ -225,7 +227,7 @@ class _Proof:
         causes: tuple[str, ...] = ()
         if verdict != "exact":
             causes = likely_causes(verdict, self._findings(gaps, mean))
-        if self.state.is_optimized:
+        if any(_everyone(ranks, self.state.is_optimized)):
             notes.append("The step changed parameters (an optimizer?): this was undone. Leave it out.")
         sync = find_sync(model)
         number, parts = len(self.batches.rows), len(self.batches.parts)
@@ -251,7 +253,7 @@ class _Proof:
         return gaps
 
     def _gap(self, name: str, noise: float) -> _Gap:
-        found, wanted = self.found[name], self.wanted[name]
+        found, wanted = self._double(self.found[name]), self._double(self.wanted[name])
         length = 0.0 if wanted is None else float(wanted.norm())
         if found is None:
             is_zero = length <= self.zero * self.whole_norm
@@ -273,12 +275,19 @@ class _Proof:
         is_pure = float((found - factor * wanted).norm()) <= max(self.tolerance * own, noise)
         return _Gap(factor, error, "factor" if is_pure else "direction")
 
+    def _double(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else whole(grad).double()
+
     def _noise(self, gaps: dict[str, _Gap]) -> tuple[bool, dict[str, float]]:
         """Return whether the step is random, and the rounding of each gradient, from runs that differ in neither."""
 
         def distances(gradients: Gradients) -> dict[str, float]:
             pairs = {name: (gradients.get(name), grad) for name, grad in self.wanted.items()}
-            return {n: float((a.double() - b).norm()) for n, (a, b) in pairs.items() if a is not None and b is not None}
+            return {
+                name: float((first.double() - second.double()).norm())
+                for name, (first, second) in pairs.items()
+                if first is not None and second is not None
+            }
 
         batches, reference, limit = self.batches, self.reference, self.tolerance * self.whole_norm
         _, drawn = _together(self.ranks, lambda: reference.run(batches.whole(), seed=1))
@@ -291,7 +300,7 @@ class _Proof:
     def _findings(self, gaps: dict[str, _Gap], values: tuple[float, float] | None) -> Findings:
         state, batches = self.state, self.batches
         wrong = {name: gap for name, gap in gaps.items() if not gap.is_right}
-        own = self._sample(self.found)
+        own = self.own
         samples = _everyone(self.ranks, own)
         limit = [self.tolerance * sample.norm() for sample in own.values()]
         differ = tuple(
@@ -323,9 +332,11 @@ class _Proof:
         """Return some numbers of each gradient, the same places in every run."""
         samples = {}
         for name, wanted in self.wanted.items():
-            grad, size = gradients.get(name), 0 if wanted is None else wanted.numel()
-            flat = torch.zeros(size, dtype=torch.float64) if grad is None else grad.detach().double().flatten().cpu()
-            samples[name] = flat[:: max(1, len(flat) // _SAMPLED)][: 2 * _SAMPLED]
+            other = self.found[name] if wanted is None else wanted
+            if other is not None:
+                grad = gradients.get(name)
+                flat = torch.zeros(other.numel()) if grad is None else whole(grad).flatten().cpu()
+                samples[name] = flat[:: max(1, len(flat) // _SAMPLED)][: 2 * _SAMPLED].double()
         return samples
 
     def _shares(self) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
@@ -338,10 +349,8 @@ class _Proof:
         for unit, parts in units.items():
             if len(parts) > 1:
                 columns = self._columns([part if self.batches.is_window else part[0] for part in parts])
-                both = [
-                    _combination(columns, self._flat(gradients), self.tolerance)
-                    for gradients in (self.found, self.wanted)
-                ]
+                targets = self.own, self._sample(self.wanted)
+                both = [_combination(columns, _flat(samples), self.tolerance) for samples in targets]
                 found += [(unit, both[0], both[1])] if both[0] else []
         return max(found, key=lambda row: bool(row[2]), default=("", (), ()))
 
@@ -349,9 +358,9 @@ class _Proof:
         """Return samples of the gradients of each batch alone, as columns; None if the step fails for one."""
         rank, size = (0, 1) if self.ranks is None else (dist.get_rank(self.ranks), self.ranks.size())
         own: list[Tensor | None] = []
-        for batch in batches[rank::size]:
+        for place in range(rank, -(-len(batches) // size) * size, size):  # equally many runs on every rank
             try:
-                own.append(self._flat(self.reference.run(batch)[1]))
+                own.append(_flat(self._sample(self.reference.run(batches[place % len(batches)])[1])))
             except Exception:  # such as a batch without positives
                 own.append(None)
         everyone = _everyone(self.ranks, own)
@@ -359,8 +368,9 @@ class _Proof:
         known = [column for column in columns if column is not None]
         return torch.stack(known, 1) if len(known) == len(columns) else None
 
-    def _flat(self, gradients: Gradients) -> Tensor:
-        return torch.cat(list(self._sample(gradients).values()))
+
+def _flat(samples: dict[str, Tensor]) -> Tensor:
+    return torch.cat(list(samples.values()))
 
 
 def _combination(columns: Tensor | None, target: Tensor, tolerance: float) -> tuple[float, ...]:

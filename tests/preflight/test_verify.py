@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from verify_programs import (
 
 import fullrank as fr
 from fullrank.preflight import concatenate, pad_tokens
+from fullrank.preflight.joining import is_window
 
 pytestmark = pytest.mark.slow
 
@@ -180,9 +184,13 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
         with_queue(model, batch)
         optimizer.step()
 
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
     def step(model: nn.Module, batch: Any) -> Any:
+        optimizer.param_groups[0]["lr"] /= 2
         loss = with_queue(model, batch)
         optimizer.step()
+        schedule.step()
         model.eval()
         QUEUED.eval()
         torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
@@ -190,7 +198,7 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
             raise RuntimeError("a fault")
         return loss
 
-    before = snapshot(model, optimizer)
+    before = snapshot(model, optimizer) | {"schedule": str(schedule.state_dict())}
     for _ in range(2):
         if fault:
             error = common_error(lambda: fr.verify_step(step, model, batch, build_model=build))
@@ -198,7 +206,7 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
             assert "a fault" in error[1]
         else:
             assert "optimizer" in str(fr.verify_step(step, model, batch, build_model=build))
-        after = snapshot(model, optimizer)
+        after = snapshot(model, optimizer) | {"schedule": str(schedule.state_dict())}
         assert [name for name in before if after[name] != before[name]] == []
     with_queue(model, batch)  # the wrapper works as before
 
@@ -219,6 +227,17 @@ def test_faults(rank: int) -> None:
         if rank == 1:
             raise KeyError("a fault of one rank")
 
+    def of_one_batch(model: nn.Module, batch: Any) -> None:
+        nn.functional.nll_loss(model(batch[0]).expand(2, -1).T, batch[1]).backward()
+
+    def cleared(model: nn.Module, batch: Any) -> None:
+        bce(model, batch).backward()
+        model.zero_grad()
+
+    def two_views(model: nn.Module, batch: Any) -> None:
+        first, second = batch
+        (model(first) - model(second)).square().mean().backward()
+
     def with_our_group(model: nn.Module, batch: Any) -> None:
         fr.SmoothAPLoss(queue_size=0, group=group)(model(batch[0]), batch[1]).backward()
 
@@ -238,6 +257,10 @@ def test_faults(rank: int) -> None:
         "build_model=": (global_mean, wrap(Net(), "fsdp"), batch, {}),
         "differs in": (global_mean, wrap(Net(), "fsdp"), batch, {"build_model": lambda: nn.Linear(6, 1)}),
         "gives none": (lambda m, b: None, model, batch, {}),
+        "zero_grad": (cleared, model, batch, {}),
+        "infinite": (lambda m, b: (bce(m, b) * math.inf).backward(), model, batch, {}),
+        "out of bounds": (of_one_batch, model, (batch[0], batch[1] + rank), {}),  # rank 0 would wait in the backward
+        "(one micro-batch, world size 1) failed": (two_views, model, [batch[0], batch[0]], {}),
     }
     for text, (step, wrapped, given, options) in rows.items():
         error = common_error(lambda: fr.verify_step(step, wrapped, given, **options))  # noqa: B023
@@ -265,9 +288,69 @@ def test_batches_are_joined() -> None:
     assert padded["input_ids"].tolist() == [[1, 1, 9], [1, 1, 1]]
 
 
+@dataclasses.dataclass
+class Views:
+    """A batch of two views."""
+
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
+def test_containers() -> None:
+    """A list of views and targets, or of texts, is one batch; dataclasses and special mappings keep their type."""
+    x = torch.ones(2, 3)
+    assert is_window([(x, x), (x, x)])
+    assert is_window([x, x[:1]])
+    assert not any(map(is_window, ([[x, x], x[:, 0]], ["a", "b"], [x, x[:, 0]], (x, x), [])))
+    joined = concatenate([Views(x, [x]), Views(x[:1], [x])])
+    assert (len(joined.first), len(joined.second[0])) == (3, 4)
+    assert concatenate([defaultdict(list, a=[1]), defaultdict(list, a=[2])]) == {"a": [1, 2]}
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True).to(DTYPE)
+        self.filter = nn.Parameter(torch.tensor([1 + 2j, 2, 3j]).to(torch.complex128))
+        nn.init.normal_(self.table.weight, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return (self.table(words) * self.filter - 1j).sum(1)
+
+
 @on_ranks(2)
-def test_dropout_may_be_switched_off(rank: int) -> None:
-    model = DistributedDataParallel(Net(nn.Dropout(0.3)))
+def test_sparse_and_complex_gradients(rank: int) -> None:
+    model = DistributedDataParallel(Words())
+    words = torch.arange(4) + rank
+
+    def step(model: nn.Module, words: torch.Tensor, imaginary: float = 1.0) -> None:
+        out = model(words)
+        (out.real.square() + imaginary * out.imag.square()).mean().backward()
+
+    assert fr.verify_step(step, model, words).is_exact
+    report = fr.verify_step(lambda m, b: step(m, b, dist.get_world_size()), model, words)
+    assert report.kinds["filter"] == report.kinds["table.weight"] == "direction"
+
+
+class Layers(nn.Module):
+    """Layers that have a dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True).to(DTYPE)
+        self.recurrent = nn.LSTM(6, 1, 2, dropout=0.3, batch_first=True).to(DTYPE)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.attention(rows[:, None]))[0][:, 0, 0]
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@on_ranks(2)
+def test_dropout_may_be_switched_off(rank: int, layers: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Layers() if layers else Net(nn.Dropout(0.3)))
     assert fr.verify_step(global_mean, model, make_batch(rank)).verdict == "random"
     assert fr.verify_step(global_mean, model, make_batch(rank), disable_dropout=True).is_exact
 

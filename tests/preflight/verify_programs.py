@@ -159,6 +159,14 @@ def against_gathered(model: nn.Module, batch: Any) -> Tensor:
     return backward(fr.CrossEntropyLoss()(scale * rows @ keys.T, labels))
 
 
+def against_detached(model: nn.Module, batch: Any) -> Tensor:
+    """As open_clip with local_loss: torch's gather has no gradient, and the own rows are not put back."""
+    rows, scale = model(batch[0], embeds=True)
+    keys = [torch.zeros_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(keys, rows)
+    return backward(F.cross_entropy(scale * rows @ torch.cat(keys).T, first_row(rows) + torch.arange(len(rows))))
+
+
 def equal_places(model: nn.Module, batch: Any) -> Tensor:
     rows, scale = model(batch[0], embeds=True)
     keys = fr.all_gather_with_grad(rows, backward="reduce_scatter") if dist.get_world_size() > 1 else rows
@@ -224,6 +232,11 @@ def ap_of_micro_batches(model: nn.Module, batches: Any) -> None:
         (fr.SmoothAPLoss(queue_size=0)(model(rows), targets) / len(batches)).backward()
 
 
+def updated_in_the_step(model: nn.Module, batches: Any) -> None:
+    ap_of_micro_batches(model, batches)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def mean_as_sum(model: nn.Module, batches: Any) -> Tensor:
     for step, (rows, targets) in fr.accumulate(model, batches, lambda batch: len(batch[1])):
         mask = torch.ones(len(targets), dtype=DTYPE)
@@ -252,6 +265,27 @@ QUEUED = fr.SmoothAPLoss(queue_size=16, temperature=0.3)
 
 def with_queue(model: nn.Module, batch: Any) -> Tensor:
     return backward(QUEUED(model(batch[0]), batch[1]))
+
+
+class Memory(nn.Module):
+    """A queue as others write it: attributes that are no buffers, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.place = torch.zeros(64, dtype=DTYPE), 0
+
+    def forward(self, scores: Tensor) -> Tensor:
+        loss = (torch.cat([scores, self.rows]).logsumexp(0) - scores).mean()
+        self.rows[self.place : self.place + len(scores)] = scores.detach()
+        self.place += len(scores)
+        return loss
+
+
+MEMORY = Memory()
+
+
+def queue_in_attributes(model: nn.Module, batch: Any) -> Tensor:
+    return backward(MEMORY(torch.cat(list(collectives.all_gather(model(batch[0]), group=dist.group.WORLD)))))
 
 
 def learned_scale(model: nn.Module, batch: Any) -> Tensor:
@@ -330,6 +364,9 @@ PROGRAMS = {
     "against gathered rows": Program(
         against_gathered, "direction", "The loss is right and its gradient", wrappers="ddp"
     ),
+    "against detached rows": Program(
+        against_detached, "direction", "The loss is right and its gradient", wrappers="ddp", counts=EVEN
+    ),
     "places of equal ranks": Program(equal_places, "direction", "uneven rows", wrappers="ddp"),
     "numbered labels": Program(numbered_labels, "direction", "Labels or places", wrappers="ddp", counts=EVEN),
     "past the wrapper": Program(past_the_wrapper, "direction", "No wrapper has reduced", wrappers="ddp"),
@@ -340,6 +377,7 @@ PROGRAMS = {
     "undivided": Program(undivided, "factor", "3 times", True, EVEN),
     "divided twice": Program(divided_twice, "direction", "A mean of means", True),
     "AP of micro-batches": Program(ap_of_micro_batches, "direction", "A loss of own rows", True),
+    "updated in the step": Program(updated_in_the_step, "direction", "A loss of own rows", True),
     "mean as a sum": Program(mean_as_sum, "direction", "A mean of means", True),
     "sum for mean": Program(sum_for_mean, "factor", "a sum over the rows"),
     "rows before a filter": Program(counted_all, "direction", "micro-batch", True),
@@ -347,6 +385,7 @@ PROGRAMS = {
     "dropout": Program(global_mean, "random", "Dropout", middle=lambda: nn.Dropout(0.3), wrappers="ddp"),
     "torch's gather": Program(torch_gather, "exact", counts=EVEN),
     "queue": Program(with_queue, "exact"),
+    "queue in attributes": Program(queue_in_attributes, "exact", counts=EVEN),
     "learned scale": Program(learned_scale, "exact", wrappers="ddp"),
     "window": Program(window, "exact", "", True),
     "deferred mean": Program(deferred, "exact", "", True),
