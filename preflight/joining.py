@@ -70,7 +70,7 @@ def _widen(tensor: Tensor, width: int, value: int) -> Tensor:
 
 
 def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Tensor], str], Tensor]) -> Any:
-    first, items = values[0], [_items(value) for value in values]
+    first, items = values[0], [_items(value) or {} for value in values]
     if len(kinds := {type(value).__name__ for value in values}) > 1:
         raise ValueError(expected(name, "the same type in every batch", Words(" and ".join(sorted(kinds))), _JOIN))
     if isinstance(first, Tensor) and first.ndim:
@@ -79,7 +79,7 @@ def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Ten
         return np.concatenate(values)
     if isinstance(first, list) and not any(map(tensors_in, values)):
         return [item for value in values for item in value]
-    if items[0] is not None:
+    if _items(first) is not None:
         if len({tuple(map(str, item)) for item in items}) > 1:
             raise ValueError(expected(name, "the same keys or length in every batch", Words("different ones"), _JOIN))
         return _remake(

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -58,7 +58,7 @@ class State:
         self._inside: set[nn.Module] = set()
         self._attributes: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._sync, self._random = find_sync(model), _random_state()
+        self._sync, self._random = find_sync(model), _random_states()
         parameters = set(model.parameters())
         self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
         self._values += [(p, p.detach().clone()) for p in parameters if is_dtensor(p)]
@@ -121,16 +121,15 @@ class State:
             register_module_forward_hook(lambda module, args, output: self._lower(output)),
             register_optimizer_step_pre_hook(self._watch_optimizer),
         ]
-        is_done = False
         try:
             with self._sync.restored():
                 yield
-            is_done = True
+        except BaseException:
+            self._sync.forget_forwards()
+            raise
         finally:
             for handle in handles:
                 handle.remove()
-            if not is_done:
-                self._sync.forget_forwards()
             self.rewind()
             discard_gradients_(self.model)
             with torch.no_grad():
@@ -161,7 +160,8 @@ class State:
                 for name, value in copy.deepcopy(copies).items():
                     value = held[name].copy_(value) if isinstance(value, Tensor) else value
                     setattr(owner, name, value) if name == "training" else vars(owner).update({name: value})
-        _set_random_state(self._random)
+        for set_state, random_state in self._random:
+            set_state(random_state)
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
@@ -178,8 +178,8 @@ class State:
 
 def _instances(*kinds: type) -> list[Any]:
     """Return all objects of these classes and their subclasses; each refers to its class."""
-    classes = set(kinds)
-    while more := {inner for kind in classes for inner in kind.__subclasses__()} - classes:
+    classes: set[type] = set()
+    while more := {*kinds, *(inner for kind in classes for inner in kind.__subclasses__())} - classes:
         classes |= more
     return [found for found in gc.get_referrers(*classes) if type(found) in classes]
 
@@ -219,25 +219,16 @@ def _modules_named_in(step: Step) -> Iterator[nn.Module]:
     yield from (value for value in values if isinstance(value, nn.Module))
 
 
-def _random_state() -> tuple[Any, ...]:
+def _random_states() -> list[tuple[Callable[[Any], None], Any]]:
+    """Return what puts the states of the random generators back, and these states."""
     device = torch.accelerator.current_accelerator()
-    own = None if device is None else torch.get_device_module(device).get_rng_state()
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own  # noqa: NPY002
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])  # noqa: NPY002
-    torch.set_rng_state(state[2])
-    device = torch.accelerator.current_accelerator()
-    if device is not None:
-        torch.get_device_module(device).set_rng_state(state[3])
+    modules = [torch, *([] if device is None else [torch.get_device_module(device)])]
+    states = [(module.set_rng_state, module.get_rng_state()) for module in modules]
+    return [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()), *states]  # noqa: NPY002
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, every dropout returns its input; that of layers with one inside is 0."""
-
-    _NAMES = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
+    """Inside, every dropout returns its input; that of layers with one inside is 0, until the state is put back."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -248,11 +239,11 @@ class NoDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "").rstrip("_")
-        if name in self._NAMES:
+        if name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"):
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
             args = args if len(args) < 5 else (*args[:4], 0.0, *args[5:])
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
         return func(*args, **kwargs)
 
 
@@ -445,8 +436,6 @@ class Reference:
 @contextmanager
 def _gathers_with_gradient() -> Iterator[None]:
     """Inside, torch's gathers return the rows of one process with their gradient, as if nothing were gathered."""
-    names = "all_gather", "all_gather_into_tensor"
-    torch_own = {name: getattr(dist, name) for name in names}
 
     def over_one(gather: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather)
@@ -459,16 +448,13 @@ def _gathers_with_gradient() -> Iterator[None]:
 
         return call
 
-    modules = dist, dist.distributed_c10d
-    try:
-        for name, gather in torch_own.items():
-            for module in modules:
+    with ExitStack() as stack:
+        for name in ("all_gather", "all_gather_into_tensor") if is_initialized() else ():
+            for module in (dist, dist.distributed_c10d):
+                gather = getattr(module, name)
+                stack.callback(setattr, module, name, gather)
                 setattr(module, name, over_one(gather))
         yield
-    finally:
-        for name, gather in torch_own.items():
-            for module in modules:
-                setattr(module, name, gather)
 
 
 def take_gradients(parameters: dict[str, nn.Parameter]) -> Gradients:

@@ -5,44 +5,27 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..errors import RankRuntimeError
 
 Verdict = Literal["exact", "factor", "direction", "missing", "random"]
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What the causes are judged by.
+class Findings(NamedTuple):
+    """What the causes are judged by."""
 
-    Attributes:
-        factors: distinct factors, rounded, of the parameters that are not exact.
-        is_partial: whether other parameters are exact.
-        ranks: the number of processes.
-        parts: the number of micro-batches of all processes; ``ranks`` without windows.
-        rows: number of rows of each process.
-        differ: names of parameters of which the processes hold different gradients.
-        outside: whether some of them are parameters outside the model.
-        unit: what ``shares`` are of: processes, micro-batches, or micro-batches of all processes.
-        shares: what the gradient of each unit alone counts in the gradient of the step; empty if it is no combination.
-        right_shares: what it should count; empty if no combination is right.
-        same_loss: whether the mean of the logged losses is that of one process.
-        statistics: names of layers of BatchNorm without synchronization in training mode.
-    """
-
-    factors: tuple[float, ...] = ()
-    is_partial: bool = False
-    ranks: int = 1
-    parts: int = 1
-    rows: tuple[int, ...] = ()
-    differ: tuple[str, ...] = ()
-    outside: bool = False
-    unit: str = ""
-    shares: tuple[float, ...] = ()
-    right_shares: tuple[float, ...] = ()
-    same_loss: bool = True
-    statistics: tuple[str, ...] = ()
+    factors: tuple[float, ...]  # distinct ones of the parameters that are not exact
+    is_partial: bool  # other parameters are exact
+    parts: int  # the number of micro-batches of all processes
+    rows: tuple[int, ...]  # of each process
+    differ: tuple[str, ...]  # parameters of which the processes hold different gradients
+    outside: bool  # all of these are outside the model
+    unit: str  # what ``shares`` are of: processes, micro-batches, or micro-batches of all processes
+    shares: tuple[float, ...]  # what the gradient of each unit counts in that of the step; empty: no combination
+    right_shares: tuple[float, ...]  # what it should count; empty: no combination is right
+    same_loss: bool  # the mean of the logged losses is that of one process
+    statistics: tuple[str, ...]  # layers of BatchNorm without synchronization in training mode
 
 
 @dataclass(frozen=True)
@@ -88,17 +71,13 @@ class StepReport:
         return "\n".join([*lines, *self.notes])
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Return a row for each run of parameters of the same kind and factor."""
-        groups: list[tuple[object, list[str]]] = []
+        """Return a row for the parameters of each kind and factor."""
+        groups: dict[object, list[str]] = {}
         for name, (factor, _) in self.gradients.items():
             kind = self.kinds[name]
-            key = kind, round(factor, 3) if kind == "factor" else None
-            if groups and groups[-1][0] == key:
-                groups[-1][1].append(name)
-            else:
-                groups.append((key, [name]))
+            groups.setdefault((kind, round(factor, 3) if kind == "factor" else None), []).append(name)
         rows = []
-        for _, names in groups:
+        for names in groups.values():
             factors, errors = zip(*(self.gradients[name] for name in names))
             low, high = f"{min(factors):.3f}", f"{max(factors):.3f}"
             label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
@@ -107,26 +86,21 @@ class StepReport:
         return rows
 
 
-def likely_causes(verdict: Verdict, found: Findings) -> tuple[str, ...]:
-    """Return the causes that fit what was found, the likeliest first."""
-    return tuple(text for verdicts, fits, text in _causes(found) if verdict in verdicts and fits)
-
-
 def _near(factors: Sequence[float], *wanted: float) -> bool:
     """Return True if every factor is one of ``wanted``."""
     return bool(factors) and all(any(abs(f - w) <= 0.01 * abs(w) for w in wanted) for f in factors)
 
 
-def _causes(found: Findings) -> list[tuple[str, bool, str]]:
-    """Return (verdicts, whether it fits, text) for each known cause, in the order in which they are listed."""
-    ranks, factors, unit = found.ranks, found.factors, found.unit
+def likely_causes(verdict: Verdict, found: Findings) -> tuple[str, ...]:
+    """Return the causes that fit what was found, the likeliest first."""
+    ranks, factors, unit = len(found.rows), found.factors, found.unit
     micro, total = found.parts / ranks, sum(found.rows)
     names = ", ".join(found.differ[:3]) + (" ..." if len(found.differ) > 3 else "")
     shares, right = (", ".join(f"{share:.3g}" for share in part[:8]) for part in (found.shares, found.right_shares))
     is_sum = bool(found.right_shares) and _near(found.right_shares, 1) and _near(found.shares, 1 / ranks)
     is_whole, is_joint = not found.is_partial, not found.shares and not found.differ
     any_wrong = "factor direction missing"
-    return [
+    causes = [  # verdicts, whether it fits, text
         (
             "direction factor",
             bool(found.statistics),
@@ -248,3 +222,4 @@ def _causes(found: Findings) -> list[tuple[str, bool, str]]:
             "Dropout, augmentation or sampling inside the step: pass disable_dropout=True, and draw before the step.",
         ),
     ]
+    return tuple(text for verdicts, fits, text in causes if verdict in verdicts and fits)

@@ -54,8 +54,8 @@ def verify_step(
         step: ``step(model, batch)`` does forward and backward(s) of one optimizer step, without the optimizer, with the
             model that it is given, and may return the loss. It asks for the world size inside: on one process it is 1.
         model: the model as it is trained, wrapped or not.
-        batch: of this rank: a tensor, or tuples and mappings of tensors; or a list of micro-batches. One process gets
-            one batch, or a list of one.
+        batch: of this rank: a tensor, or tuples, mappings and dataclasses of tensors; or a list of micro-batches. One
+            process gets one batch, or a list of one.
         build_model: makes the unwrapped model where it cannot be copied: FSDP2, HSDP, tensor parallelism. It is given
             the full parameters of ``model``.
         join: makes one batch of a list of batches. By default tensors, arrays and lists are concatenated in dimension
@@ -208,12 +208,10 @@ class _Proof:
 
     def report(self, value: float | None, wanted_value: float | None) -> StepReport:
         """Compare, look for the reasons, and return what all ranks agree on."""
-        model, ranks = self.state.model, self.ranks
-        gaps = self._gaps()
-        notes = []
+        ranks, gaps = self.ranks, self._gaps()
         is_random = False
         if not all(gap.is_right for gap in gaps.values()):
-            is_random, noise = self._noise(gaps)
+            is_random, noise = self._noise()
             gaps = self._gaps(noise)
         kinds = {name: gap.kind for name, gap in gaps.items()}
         order: tuple[Verdict, ...] = ("direction", "missing", "factor")
@@ -221,24 +219,18 @@ class _Proof:
         verdict = "random" if is_random and verdict != "exact" else verdict
         values, wanted_value = _everyone(ranks, value), _everyone(ranks, wanted_value)[0]
         known = [own for own in values if own is not None]
-        mean = (
-            (sum(known) / len(known), wanted_value) if len(known) == len(values) and wanted_value is not None else None
-        )
-        causes: tuple[str, ...] = ()
-        if verdict != "exact":
-            causes = likely_causes(verdict, self._findings(gaps, mean))
-        if any(_everyone(ranks, self.state.is_optimized)):
-            notes.append("The step changed parameters (an optimizer?): this was undone. Leave it out.")
-        sync = find_sync(model)
+        mean = None
+        if wanted_value is not None and len(known) == len(values):
+            mean = sum(known) / len(known), wanted_value
+        causes = () if verdict == "exact" else likely_causes(verdict, self._findings(gaps, mean))
+        is_optimized = any(_everyone(ranks, self.state.is_optimized))
+        notes = ("The step changed parameters (an optimizer?): this was undone. Leave it out.",) * is_optimized
         number, parts = len(self.batches.rows), len(self.batches.parts)
-        setting = [
-            f"{number} process{'es' * (number > 1)}",
-            sync.kind,
-            f"{' + '.join(map(str, self.batches.rows[:8]))} rows",
-        ]
-        setting += [f"{parts} micro-batches"] if self.batches.is_window else []
+        setting = f"{number} process{'es' * (number > 1)}, {find_sync(self.state.model).kind}, "
+        setting += f"{' + '.join(map(str, self.batches.rows[:8]))} rows"
+        setting += f", {parts} micro-batches" * self.batches.is_window
         gradients = {name: (gap.factor, gap.error) for name, gap in gaps.items()}
-        return StepReport(verdict, gradients, mean, causes, ", ".join(setting), tuple(notes), kinds)
+        return StepReport(verdict, gradients, mean, causes, setting, notes, kinds)
 
     def _gaps(self, noise: dict[str, float] | None = None) -> dict[str, _Gap]:
         """Return for each parameter the gap of the rank where it is largest."""
@@ -278,37 +270,32 @@ class _Proof:
     def _double(self, grad: Tensor | None) -> Tensor | None:
         return None if grad is None else whole(grad).double()
 
-    def _noise(self, gaps: dict[str, _Gap]) -> tuple[bool, dict[str, float]]:
+    def _noise(self) -> tuple[bool, dict[str, float]]:
         """Return whether the step is random, and the rounding of each gradient, from runs that differ in neither."""
 
-        def distances(gradients: Gradients) -> dict[str, float]:
-            pairs = {name: (gradients.get(name), grad) for name, grad in self.wanted.items()}
-            return {
-                name: float((first.double() - second.double()).norm())
-                for name, (first, second) in pairs.items()
-                if first is not None and second is not None
-            }
+        def distances(order: int, seed: int | None) -> dict[str, float]:
+            _, gradients = _together(self.ranks, lambda: self.reference.run(self.batches.whole(order), seed))
+            pairs = (
+                (name, self._double(gradients.get(name)), self._double(grad)) for name, grad in self.wanted.items()
+            )
+            return {name: float((a - b).norm()) for name, a, b in pairs if a is not None and b is not None}
 
-        batches, reference, limit = self.batches, self.reference, self.tolerance * self.whole_norm
-        _, drawn = _together(self.ranks, lambda: reference.run(batches.whole(), seed=1))
-        by_seed = distances(drawn)
-        is_random = math.sqrt(sum(gap**2 for gap in by_seed.values())) > limit
-        _, turned = _together(self.ranks, lambda: reference.run(batches.whole(-1)))
-        by_order = distances(turned)
-        return is_random, {name: min(16 * gap, limit) for name, gap in by_order.items()}
+        limit = self.tolerance * self.whole_norm
+        is_random = any(_everyone(self.ranks, math.hypot(*distances(1, seed=1).values()) > limit))
+        return is_random, {name: min(16 * gap, limit) for name, gap in distances(-1, seed=None).items()}
 
     def _findings(self, gaps: dict[str, _Gap], values: tuple[float, float] | None) -> Findings:
         state, batches = self.state, self.batches
         wrong = {name: gap for name, gap in gaps.items() if not gap.is_right}
-        own = self.own
-        samples = _everyone(self.ranks, own)
-        limit = [self.tolerance * sample.norm() for sample in own.values()]
-        differ = tuple(
+        everyone = _everyone(self.ranks, self.own)
+        differ = {
             name
-            for (name, sample), size in zip(own.items(), limit)
-            if any(float((other[name] - sample).norm()) > 10 * float(size) for other in samples)
-        )
-        differ = tuple(sorted({name for names in _everyone(self.ranks, differ) for name in names}))
+            for own in everyone
+            for name, sample in own.items()
+            if any(
+                float((other[name] - sample).norm()) > 10 * self.tolerance * float(sample.norm()) for other in everyone
+            )
+        }
         outside = set(state.parameters_outside())
         unit, shares, right = ("", (), ()) if differ else self._shares()
         kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -316,11 +303,10 @@ class _Proof:
         return Findings(
             factors=tuple(sorted({round(gap.factor, 6) for gap in wrong.values()})),
             is_partial=any(gap.kind == "exact" for gap in gaps.values()),
-            ranks=len(batches.rows),
             parts=len(batches.parts),
             rows=batches.rows,
-            differ=tuple(name for name in differ if name in wrong),
-            outside=bool(differ) and set(differ) & set(wrong) <= outside,
+            differ=tuple(sorted(differ & wrong.keys())),
+            outside=differ & wrong.keys() <= outside,
             unit=unit,
             shares=shares,
             right_shares=right,
