@@ -179,8 +179,10 @@ class State:
 def _instances(*kinds: type) -> list[Any]:
     """Return all objects of these classes and their subclasses; each refers to its class."""
     classes: set[type] = set()
-    while more := {*kinds, *(inner for kind in classes for inner in kind.__subclasses__())} - classes:
+    more = {*kinds}
+    while more:
         classes |= more
+        more = {inner for kind in more for inner in type.__subclasses__(kind)} - classes
     return [found for found in gc.get_referrers(*classes) if type(found) in classes]
 
 
