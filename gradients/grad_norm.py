@@ -14,7 +14,8 @@ Each group joins the columns that are sharded over it. A column that has been jo
     digest       hash of the arguments and of the layout of the columns, which must be equal on all ranks
     narrow       1 if this rank or any rank reduced so far returns the norm in float32, else 0
     not finite   inf or NaN if this rank or any rank reduced so far has such a gradient, else 0
-    whole        norm of the whole columns: equal on all ranks of the group, so the first is used; stages are joined
+    whole        norm of the whole columns: equal on all ranks of the group up to rounding, so the first is used;
+                 stages are joined
     column       norm of this rank's part of the parameters that are sharded over this group, and maybe over later ones
 
 The norms are gathered and not all-reduced, because a sum of their powers stays within the range of float64 only if all
@@ -52,6 +53,7 @@ ShardGroups = Callable[[Any], Groups]
 _HEAD = 5  # words in front of the columns
 _BLOCK = 16  # words: the columns are padded to a multiple, so that ranks with other columns send the same size
 _MAX_NAMES = 10  # of parameters, in one message
+_ROUNDING = 0.01  # the norms of copies differ by less, also in half precision
 
 
 @not_compiled
@@ -93,6 +95,7 @@ def total_grad_norm(
         ValueError: for a ``norm_type`` not > 0; gradients of which some are on the meta device; a group without this
             rank; groups that overlap; arguments that differ between ranks.
         RuntimeError: with ``error_if_nonfinite``, when the norm is inf or NaN; names the parameters and their ranks.
+            For whole parameters on ranks of one of the groups whose gradients differ in their norm by more than 1 %.
 
     Degenerate:
         No gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
@@ -377,10 +380,12 @@ def _join_over_groups(measured: _Measured) -> _Reduced:
         sent = torch.stack([*head, *map(columns.pop, layouts)])
         padded = torch.nn.functional.pad(sent, (0, -sent.numel() % _BLOCK)).to(_exchange_device(group, sent.device))
         received = Exchange(options.call, group).each(padded, "the norms").to(sent.device)  # [W, words]
-        differ = received[:, 1] != received[0, 1]
+        differ, is_stage = received[:, 1] != received[0, 1], place >= measured.first_stage
+        if not is_stage:
+            least, most = received[:, 4].aminmax()
+            differ |= most - least > _ROUNDING * most  # False for inf and NaN
         failed = torch.maximum(received[:, 0], differ.double()).amax()
         narrow, nonfinite = received[:, 2].amax(), received[:, 3].sum()
-        is_stage = place >= measured.first_stage
         columns[()] = join_norms(received[:, 4], options.norm_type) if is_stage else received[0, 4]
         for layout, norm in zip(layouts, join_norms(received[:, _HEAD : sent.numel()], options.norm_type)):
             rest = tuple(sorted({*layout} - {place}))
@@ -415,7 +420,13 @@ def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
     failed = [(rank, options.call, *reason) for rank, (reason, _) in reports if reason is not None]
     if failed:
         raise failure(failed) from cause_of(error)
-    raise disagreement([rank for rank, _ in reports], [facts for _, (_, facts) in reports])
+    facts = [facts for _, (_, facts) in reports]
+    if all(own == facts[0] for own in facts):
+        what = "equal gradients where several ranks hold a whole parameter"
+        got = Words(f"norms that differ by more than {_ROUNDING:.0%}")
+        fix = "Parts of a sum, as under sequence parallelism: all_reduce_grads_ first. Experts: name shard_groups."
+        raise RankRuntimeError(expected(options.call, what, got, fix))
+    raise disagreement([rank for rank, _ in reports], facts)
 
 
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:

@@ -295,13 +295,14 @@ def test_a_dimension_of_one_rank(rank: int, shape: str) -> None:
 )
 @on_ranks(4)
 def test_other_rules_of_what_is_sharded_are_wrong(rank: int, case: str, rule: str) -> None:
-    made, right = build(case, rank), norm_plan.is_sharded
+    """Some of them are seen already, because copies then differ."""
+    made, right, rounding = build(case, rank), norm_plan.is_sharded, grad_norm._ROUNDING
     rules = {"is_shard": lambda placement: placement.is_shard(), "all dimensions": lambda placement: True}
-    norm_plan.is_sharded = rules[rule]
+    norm_plan.is_sharded, grad_norm._ROUNDING = rules[rule], math.inf
     try:
         wrong = fullrank.total_grad_norm(made.parameters, **made.options).item()
     finally:
-        norm_plan.is_sharded = right
+        norm_plan.is_sharded, grad_norm._ROUNDING = right, rounding
     expected = flat(made).norm().item()
     assert fullrank.total_grad_norm(made.parameters, **made.options).item() == pytest.approx(expected, rel=1e-14)
     assert abs(wrong / expected - 1) > 1e-2
@@ -523,6 +524,24 @@ def test_the_reduction_reads_no_value(rank: int) -> None:
         with Blindfold():
             reduced = grad_norm._join_over_groups(measured)
     assert reduced.norm.item() == pytest.approx(flat(case).norm().item(), rel=1e-14)
+
+
+@on_ranks(4)
+def test_parts_of_gradients_are_no_copies(rank: int) -> None:
+    """Sequence parallelism leaves parts of the gradients of plain parameters; added up they are copies."""
+    mesh = mesh_of("dp", "tp")
+    for step in range(2):
+        part = draw(10 * step + rank % 2, 5)
+        parameters = [place(draw(1, 4, 4), mesh, Replicate(), Shard(1)), with_gradient(part)]
+        for call in (fullrank.total_grad_norm, functools.partial(fullrank.clip_grad_norm_, max_norm=MOST)):
+            kind, text = common_error(functools.partial(call, parameters))
+            assert kind == "RuntimeError"
+            assert "expected equal gradients where several ranks hold a whole parameter, got norms that differ" in text
+            assert "as under sequence parallelism: all_reduce_grads_ first." in text
+        assert torch.equal(parameters[1].grad, part)
+        fullrank.all_reduce_grads_(parameters[1:], mesh["tp"])
+        whole = torch.cat([draw(1, 4, 4).flatten(), draw(10 * step, 5) + draw(10 * step + 1, 5)])
+        assert fullrank.total_grad_norm(parameters).item() == pytest.approx(whole.norm().item(), rel=1e-14)
 
 
 @on_ranks(4)
