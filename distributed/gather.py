@@ -22,7 +22,7 @@ from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, alone, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
-from .torch_private import not_compiled
+from .torch_private import SAME_VALUE, SUMS_AND_FACTORS, not_compiled
 
 T = TypeVar("T")
 
@@ -127,7 +127,10 @@ def gather_after(
 
 
 def gather_rows(
-    *tensors: Tensor | None, group: Group = None, gradient_reduction: str | int = "mean"
+    *tensors: Tensor | None,
+    group: Group = None,
+    gradient_reduction: str | int = "mean",
+    backward: Literal["local", "reduce_scatter"] = "local",
 ) -> tuple[Tensor | None, ...]:
     """Gather tensors whose rows belong together from all ranks, in one payload collective.
 
@@ -138,9 +141,11 @@ def gather_rows(
             dtype, any trailing shape, equal on every rank. None stands for an absent tensor and comes back as None.
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
         gradient_reduction: see :func:`all_gather_with_grad`.
+        backward: see :func:`all_gather_with_grad`.
 
     Returns:
-        A tuple with one entry per argument, rows in rank order. At world size 1 and k = 1, the very same objects.
+        A tuple with one entry per argument, rows in rank order. Without a process group, or at world size 1 and k = 1,
+        the very same objects.
 
     Shape:
         each (N_r, ...) -> (sum over ranks of N_r, ...).
@@ -149,14 +154,15 @@ def gather_rows(
         TypeError: for an argument that is neither a tensor nor None.
         ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
             of gradient that differ between ranks.
-        RuntimeError: without a process group; when a rank has died or does not make the call. Under NCCL the process
-            then waits instead, until the watchdog of the group ends it after the timeout.
+        RuntimeError: when a rank has died or does not make the call. Under NCCL the process then waits instead, until
+            the watchdog of the group ends it after the timeout.
 
     Distributed:
         One all-gather forward if the rows fit behind the header: at most 64 KiB per rank, on the host, from the second
-        call of a group on. Otherwise two, header and rows. None backward. Errors are raised on every rank.
+        call of a group on. Otherwise two, header and rows. Backward none, or one for each tensor with a gradient with
+        ``"reduce_scatter"``. Errors are raised on every rank.
     """
-    return _gather_tensors("gather_rows", tensors, group, gradient_reduction)
+    return _gather_tensors("gather_rows", tensors, group, gradient_reduction, backward)
 
 
 def all_gather_with_grad(
@@ -183,19 +189,22 @@ def all_gather_with_grad(
             default): k = W. ``"sum"``: k = 1. An int, the number of ranks the wrapper averages over if that is not the
             size of the gather's group: k = that int.
         backward: ``"local"`` when every rank computes the same loss from the gathered rows, as all losses of this
-            package do; it needs no communication. ``"reduce_scatter"`` when ranks compute different losses. The
-            objective is then their mean, and the backward is ``k / W`` times the sum over ranks of the gradients of
-            these rows, in one collective that every rank must reach.
+            package do; it needs no communication. ``"reduce_scatter"`` when ranks compute different losses, such as
+            own rows against all. The objective is then their mean, and the backward is ``k / W`` times the sum over
+            ranks of the gradients of these rows, in one collective that every rank must reach.
 
     Returns:
-        (sum over ranks of N, ...) in rank order. At world size 1 and k = 1 the same tensor object comes back.
+        (sum over ranks of N, ...) in rank order. Without a process group, or at world size 1 and k = 1, the same tensor
+        object comes back.
 
     Raises:
         TypeError: when ``tensor`` is not a plain tensor.
         ValueError: for a tensor without dimensions, for dtypes or trailing shapes that differ between ranks, for an
-            unknown ``gradient_reduction`` or ``backward``.
-        RuntimeError: without a process group; when a rank has died or does not make the call. Under NCCL the process
-            then waits instead, until the watchdog of the group ends it after the timeout.
+            unknown ``gradient_reduction`` or ``backward``. In :func:`global_mean` and in a summed loss, in their first
+            calls, for a sum of rows gathered with the local backward that differs between ranks: its value would be
+            right, and its gradient not.
+        RuntimeError: when a rank has died or does not make the call. Under NCCL the process then waits instead, until
+            the watchdog of the group ends it after the timeout.
 
     Distributed:
         One or two all-gathers forward, as :func:`gather_rows`. Errors are raised on every rank.
@@ -207,7 +216,7 @@ def all_gather_no_grad(tensor: Tensor, group: Group = None) -> Tensor:
     """Gather rows from all ranks, without a gradient: targets, masks, weights.
 
     Equal to ``torch.cat(rows_of_every_rank).detach()``; arguments, shapes, errors and collectives are those of
-    :func:`all_gather_with_grad`. At world size 1 the same tensor object comes back.
+    :func:`all_gather_with_grad`. Without a process group, or at world size 1, the same tensor object comes back.
     """
     with torch.no_grad():
         return _gather_tensors("all_gather_no_grad", (tensor,), group, "mean")[0]  # type: ignore[return-value]
@@ -228,14 +237,14 @@ def _gather_tensors(
         facts = {"backward": backward, "gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
         return Offer(None, facts, tensors=tensors)
 
-    resolved = resolve_group(group)
-    if alone(resolved, gradient_reduction):
+    resolved = resolve_group(group) if group is not None or torch.distributed.is_initialized() else None
+    if resolved is None or alone(resolved, gradient_reduction):
         check_rows(tensors)
         bring()
         return tensors
     refuse_in_backward(call)
-    global _has_gathered
-    _has_gathered = True
+    global _has_gathered, num_with_grad
+    _has_gathered, num_with_grad = True, num_with_grad + torch.is_grad_enabled()
     gathered = gather_agreed(call, resolved, bring, gradient_reduction=gradient_reduction, backward=backward).tensors
     for tensor in gathered:
         if tensor is not None:
@@ -246,12 +255,15 @@ def _gather_tensors(
 # The living tensors that public gathers have returned, by id, because == of tensors is elementwise.
 _GATHERED_OVER: dict[int, tuple[ReferenceType[Tensor], ProcessGroup]] = {}
 _has_gathered = False  # whether a public gather was called in this process; if not, there is nothing to recognise
+num_with_grad = 0  # calls of them where gradients are enabled
+FIRST = 8  # of these calls, after which global means look for the rows in their graph
 
 
 # Names of autograd nodes whose output rows are input rows. Not a matrix product: its output rows need not be.
 _KEEP_ROWS = {"Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "MaskedSelect", "Mul", "Neg", "ReshapeAlias"}
 _KEEP_ROWS |= {"Select", "Sigmoid", "Slice", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 _MAX_NODES = 16
+_PUBLIC = ("all_gather_with_grad", "gather_rows")
 
 
 def check_not_gathered(group: ProcessGroup | None, **tensors: object) -> None:
@@ -300,3 +312,28 @@ def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
             return None
         node = inputs[0]
     return None
+
+
+def is_of_local_gather(total: Tensor, group: ProcessGroup) -> bool:
+    """Return True if each term of ``total`` is of rows that a public gather with a local backward has gathered.
+
+    Only a gather over all ranks of ``group`` counts, because then every rank has to compute the same total.
+    """
+
+    def is_gathered(node: Any) -> bool:
+        nodes, seen = [node], {None}
+        while nodes:
+            node = nodes.pop()
+            plan = getattr(node, "plan", None)
+            if isinstance(plan, _Plan) and plan.call in _PUBLIC and not plan.reduce_scatter:
+                return {*group_ranks(group)} <= {*group_ranks(plan.group)}
+            if node not in seen:
+                nodes += [parent for parent, _ in node.next_functions]
+            seen.add(node)
+        return False
+
+    terms = [total.grad_fn]
+    for node in terms:  # which grows
+        if node is not None and node.name().startswith((*SAME_VALUE, *SUMS_AND_FACTORS)):
+            terms += [parent for parent, _ in node.next_functions if parent is not None]
+    return all(map(is_gathered, terms))

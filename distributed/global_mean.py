@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import expected, first_order_only
+from ..errors import RankValueError, Words, expected, first_order_only
+from . import gather
 from .group import SAME_REDUCTION, Group, alone, check_gradient_reduction, gradient_scale, is_initialized, resolve_group
 from .header import DeviceCheck, Offer, State, agree_on, refuse_in_backward
 from .torch_private import not_compiled, note_kind
@@ -62,10 +64,22 @@ def mean_agreed(
         gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
     """
     refuse_in_backward(call)  # here, because a compiled caller skips its own check
-    agreed = agree_on(call, group, bring)
+
+    def look() -> Offer[Tensor]:
+        offer = bring()
+        return replace(offer, totals=(*offer.totals, float(gather.is_of_local_gather(offer.value, group))))
+
+    looks = 0 < gather.num_with_grad <= gather.FIRST and torch.is_grad_enabled()
+    agreed = agree_on(call, group, look if looks else bring)
     total = agreed.value
+    totals, counts, are_gathered, *_ = zip(*agreed.totals)
+    if any(are_gathered) and max(totals) - min(totals) > 1e-3 * max(map(abs, totals)):  # more than rounding
+        what = "a sum that is the same on every rank, because its rows were gathered with backward='local'"
+        got = Words(f"sums of {min(totals):.6g} to {max(totals):.6g}")
+        fix = "Pass backward='reduce_scatter' to the gather, or sum the loss of all rows on every rank."
+        raise RankValueError(expected(f"{call}: total", what, got, fix))
     # On the host, in rank order: every rank gets the same bits, and no kernel is launched for each rank.
-    summed, count = (sum(column) for column in [*zip(*agreed.totals)][:2])
+    summed, count = sum(totals), sum(counts)
     divisor = 1.0 if count == 0 else count
     needs_grad = total.requires_grad and torch.is_grad_enabled()
     scale = gradient_scale(gradient_reduction, group, needs_grad=needs_grad) / divisor

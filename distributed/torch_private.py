@@ -94,8 +94,8 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 MEAN, OVER_RANKS, OF_POOL = "fullrank: a mean", "fullrank: over ranks", "fullrank: of a pool"
-_SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
-_SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
+SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
+SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
 def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
@@ -123,7 +123,7 @@ def notes_of(loss: Tensor) -> set[str]:
             continue
         seen.add(node)
         notes.update(node.metadata)
-        if node.name() in _SAME_VALUE or node.name().startswith(_SUMS_AND_FACTORS):
+        if node.name() in SAME_VALUE or node.name().startswith(SUMS_AND_FACTORS):
             nodes += [parent for parent, _ in node.next_functions]
     return notes
 
@@ -141,7 +141,7 @@ def is_mean(loss: Tensor) -> bool:
             divisors.append(divisor := node._saved_other)
             if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
                 return False  # reading it would wait for the device
-        elif node.name() not in _SAME_VALUE:
+        elif node.name() not in SAME_VALUE:
             break
         node = node.next_functions[0][0]
     if node is None:

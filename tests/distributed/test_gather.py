@@ -91,9 +91,13 @@ def test_row_aligned_tensors_travel_together(rank: int) -> None:
 def test_backward_scale(rank: int, reduction: str | int, backward: str) -> None:
     """Rank r's loss is sum_i (r + 1) (i + 1) y_i with ``reduce_scatter``, and sum_i (i + 1) y_i if local."""
     world_size, is_local = dist.get_world_size(), backward == "local"
-    for counts in layouts():
+    for counts, several in itertools.product(layouts(), (False, True)):
         own = torch.randn(counts[rank], 2, dtype=torch.float64, requires_grad=True)
-        gathered = fullrank.all_gather_with_grad(own, gradient_reduction=reduction, backward=backward)
+        options: Any = {"gradient_reduction": reduction, "backward": backward}
+        if several:
+            _, gathered = fullrank.gather_rows(own.detach(), own, **options)
+        else:
+            gathered = fullrank.all_gather_with_grad(own, **options)
         slope = torch.arange(1, sum(counts) + 1, dtype=torch.float64)[:, None]
         with CollectiveCounter() as counter:
             (gathered * slope * (1 if is_local else rank + 1)).sum().backward()
@@ -366,10 +370,21 @@ def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> No
         assert "It was destroyed" in stale
 
 
-@pytest.mark.parametrize("call", [fullrank.all_gather_with_grad, fullrank.all_gather_no_grad, fullrank.gather_rows])
-def test_a_gather_without_process_group_raises(call: object) -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        call(torch.ones(2))  # type: ignore[operator]
+@pytest.mark.parametrize("reduction", ["mean", "sum", 6])
+def test_a_gather_without_process_group_returns_its_input(reduction: str | int) -> None:
+    """Arguments are checked all the same."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    for backward in ("local", "reduce_scatter"):
+        options: Any = {"gradient_reduction": reduction, "backward": backward}
+        assert fullrank.all_gather_with_grad(x, **options) is x
+        first, none, second = fullrank.gather_rows(x, None, y, **options)
+        assert (first is x, none, second is y) == (True, None, True)
+    assert fullrank.all_gather_no_grad(x) is x
+    for wrong, text in (({"backward": "all"}, "backward: expected"), ({"gradient_reduction": 0}, "gradient_reduction")):
+        with pytest.raises(ValueError, match=text):
+            fullrank.gather_rows(x, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensor 1: expected 2 rows"):
+        fullrank.gather_rows(x, torch.ones(3))
 
 
 def test_global_mean_without_process_group_divides() -> None:

@@ -1,4 +1,4 @@
-"""Rows that a public gather has gathered already are refused by a loss that would gather them again."""
+"""Rows of a public gather are refused by a loss that would gather them again, and by sums that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from loss_cases import FORMS
 from on_ranks import on_ranks
 from subjects import error
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from workers import error_of
 
 import fullrank
-from fullrank.distributed import exchange
+from fullrank.distributed import exchange, gather
 from fullrank.losses import smooth_ap
 
 SCALE = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -43,7 +44,7 @@ def own_rows(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
     return logits.requires_grad_(), torch.arange(6 + rank) % 3 % 2
 
 
-def gather(rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def gather_all(rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the own logits, those of all ranks with their gradient, and all targets, which show nothing."""
     logits, targets = own_rows(rank, step)
     return logits, fullrank.all_gather_with_grad(logits), fullrank.all_gather_no_grad(targets).clone()
@@ -57,7 +58,7 @@ def gathered_again(rank: int, change: str, gather_distributed: bool | None = Non
     """Hand gathered logits to a loss in two steps; return the errors, and the rows in the queue."""
     loss, outcomes = make_loss(queue_size=64, gather_distributed=gather_distributed), []
     for step in range(2):
-        _, rows, targets = gather(rank, step)
+        _, rows, targets = gather_all(rank, step)
         changed = CHANGES[change](rows)
         outcomes.append((*error_of(partial(loss, changed, targets[len(targets) - len(changed) :])), len(loss.queue)))
     return outcomes
@@ -88,14 +89,14 @@ def test_without_a_gather_in_the_loss_gathered_rows_are_right(rank: int) -> None
     assert {kind for kind, _, _ in gathered_again(rank, "as they come", False)} == {"none"}
     compute, (own, targets) = partial(smooth_ap, temperature=0.3), own_rows(rank)
     assert max(errors_of(rank, make_loss()(own, targets), own, compute)) <= 1e-12
-    logits, rows, targets = gather(rank)
+    logits, rows, targets = gather_all(rank)
     assert max(errors_of(rank, make_loss(gather_distributed=False)(rows, targets), logits, compute)) <= 1e-12
 
 
 @on_ranks(2)
 def test_control_what_is_gathered_again_is_wrong(rank: int) -> None:
     """Where the graph hides the gather, value and gradient are off and the queue holds every row several times."""
-    logits, rows, targets = gather(rank)
+    logits, rows, targets = gather_all(rank)
     assert (
         min(errors_of(rank, make_loss()(rows.exp().log(), targets), logits, partial(smooth_ap, temperature=0.3))) > 0.01
     )
@@ -158,7 +159,7 @@ def test_every_loss_that_would_be_wrong_refuses_them(rank: int) -> None:
 @on_ranks()
 def test_a_focal_mean_over_gathered_rows_is_right(rank: int) -> None:
     """Numerator and denominator both count every row once per rank."""
-    logits, x, y = gather(rank)
+    logits, x, y = gather_all(rank)
     alone = fullrank.SigmoidFocalLoss(gather_distributed=False)
     found = fullrank.SigmoidFocalLoss()(x, y[:, None].double())
     assert max(errors_of(rank, found, logits, lambda rows, labels: alone(rows, labels[:, None].double()))) <= 1e-12
@@ -197,3 +198,64 @@ def test_all_rows_of_one_dimension_are_refused_and_the_own_are_not(rank: int) ->
     assert kind == "ValueError"
     assert f"logits: {REFUSED}" in text
     assert error_of(partial(make_loss(), spread[6 * rank : 6 + 7 * rank], targets)) == ("none", "")
+
+
+# How the own rows q (N, D) and those of all ranks k (M, D) make the sum of this rank, with the places of the own rows.
+SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "own against all": lambda q, k, places: cross_entropy(q @ k.T, places, reduction="sum"),
+    "two directions": lambda q, k, places: cross_entropy(q @ k.T, places, reduction="sum") / 2 + (k[places] - q).sum(),
+    "of all": lambda q, k, places: cross_entropy(k @ k.T, torch.arange(len(k)), reduction="sum"),
+    "of own and of all": lambda q, k, places: q.square().sum() + torch.cov(k.T).square().sum() / 2,
+    "of own": lambda q, k, places: q.square().sum(),
+}
+COUNTS = [3, 5]
+GUARDED = "own against all", "two directions"
+
+
+def sum_of(name: str, own: Tensor, rank: int, call: str, backward: str) -> Tensor:
+    """Return the loss of the rows of this rank; with ``call`` "loss" that of a summed loss, else a global mean."""
+    places = torch.arange(len(own)) + sum(COUNTS[:rank])
+    options: Any = {"backward": backward}
+    rows = fullrank.gather_rows(own, **options)[0] if call == "rows" else fullrank.all_gather_with_grad(own, **options)
+    if call == "loss":
+        return fullrank.CrossEntropyLoss()(own @ rows.T, places)
+    return fullrank.global_mean(SUMS[name](own, rows, places), len(own))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [*((name, "mean") for name in SUMS), *((GUARDED[0], c) for c in ("rows", "loss"))]
+)
+@on_ranks(2)
+def test_a_sum_that_differs_between_ranks_needs_the_gradients_of_all(rank: int, name: str, call: str) -> None:
+    """The local backward leaves out what the other ranks' sums say about the own rows; the value is right."""
+    gather.num_with_grad = 0  # as in a new process
+    x = torch.randn(sum(COUNTS), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = x.clone().requires_grad_()
+    places = torch.arange(len(x))
+    total = SUMS[name](whole, whole, places)
+    if name == "of own and of all":  # each rank adds the same term
+        total = total + torch.cov(whole.T).square().sum() / 2
+    elif name == "of all":
+        total = 2 * total
+    value = total / len(x)
+    (right,) = torch.autograd.grad(value, whole)
+    own_slice = slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1]))
+
+    def gap(backward: str) -> float:
+        own = x[own_slice].clone().requires_grad_()
+        mean = sum_of(name, own, rank, call, backward)
+        assert error(mean.detach(), value.detach()) <= 1e-12
+        (slope,) = torch.autograd.grad(mean, own)
+        return float(error(slope / dist.get_world_size(), right[own_slice]))  # DDP takes the mean
+
+    for _ in range(2):
+        kind, text = error_of(partial(gap, "local"))
+        if name in GUARDED:
+            assert kind == "ValueError"
+            assert "expected a sum that is the same on every rank, because its rows were gathered with" in text
+            assert "Pass backward='reduce_scatter' to the gather" in text
+        else:
+            assert gap("local") <= 1e-12
+        assert gap("reduce_scatter") <= 1e-12
+    gather.num_with_grad = gather.FIRST  # a steady step does not look
+    assert (gap("local") > 0.1) == (name in GUARDED)
