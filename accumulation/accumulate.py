@@ -74,9 +74,9 @@ def accumulate(
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
         count: the number of terms that the losses sum. Pass a function that takes a micro-batch and returns its number
             of terms, or the sum of their weights, on this rank; or :func:`count_valid_tokens`, with keywords bound by
-            ``functools.partial``; or one number that already covers all ranks and micro-batches. For several losses
-            with counts of their own, at most 5, pass a mapping of names to counts: the loss of the window is the sum
-            over the names of :math:`w S / N`, see :meth:`Step.backward`.
+            ``functools.partial``; or the number N itself: 15 means 15 terms on all ranks and in all micro-batches
+            together, not in each. For several losses with counts of their own, at most 5, pass a mapping of names to
+            counts: the loss of the window is the sum over the names of :math:`w S / N`, see :meth:`Step.backward`.
         group: the ranks that hold different rows. None is the ranks over which ``model`` reduces its gradients, or the
             default group if no wrapper reduces them. Pass the larger group if context parallelism is outside of the
             wrapper's mesh. A model without a wrapper requires it on several ranks: it says that you add up the
@@ -133,7 +133,7 @@ def accumulate(
             lists.append(counts or [])
             if counts is None:
                 if each:
-                    fix = "The number over all ranks does not say how many terms a micro-batch has."
+                    fix = "A number is that of all ranks and micro-batches, not of each micro-batch."
                     raise ValueError(expected(label, "a function with each=True", one, fix))
             elif not isinstance(term.fact, TokenRule):
                 checks.append(check_amounts(counts, partial(named, "count", name), window.ranks))

@@ -35,7 +35,7 @@ from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .inner_backward import check_zero
 from .step import Step
-from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum
+from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, sum_of
 from .sync_groups import SyncEntry, plan_sums, read_sync_groups
 from .token_count import Term, check_amounts, check_scalar
 from .window import Window, open_window
@@ -146,7 +146,8 @@ class DeferredMean:
 
         Args:
             loss_sum: scalar, the *sum* of the losses of this rank's terms; with a graph, also on a rank without terms.
-            n: the number of terms, or their mass of weights, on this rank; >= 0.
+            n: the number of terms, or their mass of weights, on this rank; >= 0. With 0, as a number or a tensor on the
+                CPU, the call adds nothing, even when the loss is NaN.
 
         Returns:
             ``CallTotals(loss_sum, num_terms)`` of this call over all ranks, equal on every rank.
@@ -171,29 +172,31 @@ class DeferredMean:
         if sync is not None:
             self._ranks = find_ranks(sync, self._group)
 
-        def bring() -> Offer[None]:
+        def bring() -> Offer[Tensor]:
             check, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
             _refuse_terms(loss_sum)
             checked_sum(loss_sum, "loss_sum")
             self._sync.check_forwards("loss_sum", [loss_sum])
-            number, loss = check_scalar(n, "n"), loss_sum.detach()
+            number = check_scalar(n, "n")
+            total = sum_of(number, loss_sum)
+            loss = total.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
             wrong = not_a_sum(loss_sum, _MEAN_FIX, "loss_sum", over_ranks=self._ranks is not None)
-            if wrong is not None and float(number) != 1:
+            if wrong is not None and float(number) not in (0, 1):
                 raise wrong
             check = combined([check_amounts([number], lambda _: "n", self._ranks), check])
-            return Offer(None, facts, totals=(number, loss), check=check)
+            return Offer(total, facts, totals=(number, loss), check=check)
 
         window = Window(self._model, sync or self._sync, [], "each", self._ranks, is_lockstep=True)
         try:
-            totals = window.close("DeferredMean.backward", bring).totals
+            agreed = window.close("DeferredMean.backward", bring)
         except Exception:
             self._sync.forget_forwards()
             raise
-        loss_sum.backward()
+        agreed.value.backward()
         # Broadcast buffers now. In the next forward the others would wait for a rank that makes none.
         self._sync.communicate_after_backward()
-        num_terms, loss, *_ = map(math.fsum, zip(*totals))
+        num_terms, loss, *_ = map(math.fsum, zip(*agreed.totals))
         return self._add(loss, num_terms, (loss_sum.dtype, loss_sum.device))
 
     @not_compiled
@@ -416,10 +419,10 @@ class _SumStep(Step):
         except Exception as error:
             self._fail(error, is_due=True)
         else:
-            self.backward(result[0])
+            self.backward(sum_of(self._num_terms, result[0]))
 
     def _has_one_term(self, term: Term, index: int) -> bool:
-        return float(self._num_terms) == 1
+        return float(self._num_terms) in (0, 1)
 
 
 def _refuse_terms(loss_sum: object) -> None:

@@ -65,6 +65,12 @@ def checked_sum(loss: Any, *name: Any) -> Tensor:
     return total.reshape(()) if total.ndim else total
 
 
+def sum_of(number: Tensor | float, loss: Any) -> Any:
+    """Return the sum ``loss`` of ``number`` terms, as :func:`zero_loss` does if the host knows that there are none."""
+    is_known = not isinstance(number, Tensor) or number.is_cpu
+    return zero_loss(loss) if is_known and not number and isinstance(loss, Tensor) and loss.requires_grad else loss
+
+
 def as_mean(total: float, number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``total / number``, or 0 without terms, for losses of ``dtype``; float32 for half precision."""
     mean = total / number if number else 0.0

@@ -216,7 +216,7 @@ def read_count(count: Any, micro_batches: Sequence[Any], name: str = "") -> Term
         if not 0 <= number < math.inf:
             check_amount(named("count", name), number)
         # The number covers all ranks. Ranks that pass different numbers have counted only their own rows.
-        return Term(name, Words(f"{number:.17g} over all ranks"), number)
+        return Term(name, Words(f"{number:.17g} over all ranks and micro-batches"), number)
     rule = token_rule(count)
     count_terms = count if rule is None else rule.num_valid
     if callable(count_terms):

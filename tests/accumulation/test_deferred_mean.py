@@ -46,9 +46,35 @@ def test_a_step_without_terms_has_zero_gradients_though_losses_are_nan(rank: int
     deferred = DeferredMean(model, by_hand(model))
     for batch in make_window("none", rank):
         deferred.backward(model(batch["tokens"]).sum() * torch.nan, 0)
-    assert gradient(model).isnan().any()
+    assert not gradient(model).any()
     assert deferred.finish(sync_groups(kind)) == 0
     assert not gradient(model).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_call_without_terms_adds_nothing(rank: int, kind: str) -> None:
+    """One rank passes NaN for 0 terms: of a mean over nothing, alone, times 0, or by a window; the rest counts."""
+    model, batches = wrap(Model(), kind), make_window("full", rank)
+    deferred, (expected, mean) = DeferredMean(model, by_hand(model)), one_process(Model(), all_batches("full"))
+    nothing: Any = [
+        lambda loss: (loss * torch.nan, 0),
+        lambda loss: (loss / torch.zeros(()), torch.tensor(0)),
+        lambda loss: (functional.mse_loss(loss[None][:0], torch.zeros(0, dtype=loss.dtype)) * 0, 0.0),
+    ]
+    for _ in range(2):
+        for batch in batches:
+            deferred.backward(sum_loss(model, batch), num_valid(batch))
+        for empty in nothing if rank else [lambda loss: (loss * 0, 0)] * 3:
+            assert deferred.backward(*empty(sum_loss(model, batches[0]))) == (0, 0)
+            of_batch = lambda batch, empty=empty: empty(sum_loss(model, batch))  # noqa: E731
+            assert deferred.backward_window(batches[:1], of_batch) == (0, 0)
+        deferred.finish(sync_groups(kind))
+        assert error(gradient(model), expected) <= 1e-12
+        assert error(deferred.mean_loss(), mean) <= 1e-12
+        model.zero_grad()
+    deferred.backward(sum_loss(model, batches[0]) * torch.nan, 1)  # the control
+    assert gradient(model).isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "plain"])

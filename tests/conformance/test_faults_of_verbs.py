@@ -143,7 +143,7 @@ OPENINGS = {
     "positional count": passed("count", partial(count_valid_tokens, []), "TypeError", "only, got positional ones."),
     "group of the count": passed("count", partial(count_valid_tokens, group=None), "TypeError", "only, got group. "),
     "local count": Fault(
-        lambda given: {}, "ValueError", "count: 5 over all ranks on rank 0, 6 over all ranks on rank 1", _local_count
+        lambda given: {}, "ValueError", "count: 5 over all ranks and micro-batches on rank 0, 6", _local_count
     ),
     "another rule": passed("count", _A_RULE, "ValueError", "on rank 0, TokenRule(key='labels', shift=False"),
     "another sync": passed("sync", "each", "ValueError", "sync: 'last' on rank 0, 'each' on rank 1"),
