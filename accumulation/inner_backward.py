@@ -52,6 +52,11 @@ class Gradients:
         return check_zero(added, error)
 
 
+def has_gradients(model: nn.Module) -> bool:
+    """Return whether ``model`` has any gradient."""
+    return next(_gradients(model), None) is not None
+
+
 def check_zero(grads: Sequence[Tensor], error: Callable[[int], Exception]) -> DeviceCheck | None:
     """Return the check that ``grads`` are 0; ``error`` takes the number of elements that are not. None without any."""
     with torch.no_grad():

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
@@ -36,7 +37,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
-from .inner_backward import Gradients
+from .inner_backward import Gradients, has_gradients
 from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, zero_loss
 from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
@@ -84,6 +85,7 @@ class Step:
         self._window, self._sums, self._terms = window, sums, sums.terms
         self._phase = Phase.OPEN
         self._micro_batch: MicroBatch | None = None  # None outside of the loop
+        self._is_watched = False  # whether mistakes inside the loop are looked for
         self._before: Gradients | None = None  # the gradients at the start of the first micro-batch, if it is watched
         self._added: DeviceCheck | None = None  # that nothing was added to them before the call for it
         self._error: Exception | None = None  # the first one, for the closing header
@@ -114,8 +116,9 @@ class Step:
                 for ``num_items`` that are negative, or not the count of the micro-batch if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
-                It is looked for in the first micro-batch of windows 1, 2, 4, 8, ... of a model. Gradients that you add
-                yourself, such as those of a penalty, belong after this call.
+                Gradients that you add yourself, such as those of a penalty, belong after this call. For an optimizer
+                that steps before the last backward, and for gradients that were set to None. All this is looked for
+                in windows 1, 2, 4, 8, ... of a model.
 
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
@@ -218,6 +221,7 @@ class Step:
         """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
         micro_batch = self._current()
         self._before = self._added = None
+        self._is_watched = False  # gradients may come later
         if self._phase is Phase.LAST:
             self._close_window(is_early=True)
         return micro_batch
@@ -284,8 +288,11 @@ class Step:
             if window.sync == "each":
                 wrappers.watch_forwards(broadcasts=False)  # in the first forward; the others follow a reduction
             switched.callback(setattr, self, "_micro_batch", None)
-            # Windows 1, 2, 4, 8, ...: a loss that back-propagates inside itself does so from the first one on.
-            self._before = Gradients(window.model) if number & (number - 1) == 0 else None
+            # Windows 1, 2, 4, 8, ...: a program with such a mistake makes it from the first one on.
+            self._is_watched = number & (number - 1) == 0
+            if self._is_watched:
+                self._before = Gradients(window.model)
+                switched.callback(register_optimizer_step_pre_hook(self._note_optimizer).remove)
             if window.is_lockstep and window.ranks is not None:
                 inside = set[nn.Module]()
                 for module in [*wrappers.ddp, *wrappers.fsdp_modules] or [window.model]:
@@ -335,6 +342,10 @@ class Step:
         micro_batch.num_calls += 1
         if self._before is not None:
             self._added, self._before = self._before.check_added(), None
+        elif self._is_watched and micro_batch.index and not has_gradients(self._window.model):
+            fix = "Call optimizer.zero_grad() before the loop over accumulate(...)."
+            what = f"gradients at the loss of micro-batch {micro_batch.index}"
+            self._fail(RuntimeError(expected(what, "those of the micro-batches before", None, fix)), is_due=False)
         try:
             losses = self._losses_of(micro_batch, loss, num_items, weights)
             if micro_batch.reaches_wrappers:
@@ -352,6 +363,16 @@ class Step:
         if self._phase is Phase.LAST:
             self._close_window()
         return micro_batch, share
+
+    def _note_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        """Store the error of a step of the optimizer before the last backward."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self._phase < Phase.AGREED and not stepped.isdisjoint(map(id, self._window.model.parameters())):
+            fix = "Call it after the loop over accumulate(...)."
+            text = expected(
+                "optimizer.step()", "a call after the last backward of the window", Words("one before"), fix
+            )
+            self._fail(RuntimeError(text), is_due=False)
 
     def _losses_of(self, micro_batch: MicroBatch, loss: Any, num_items: Any, weights: Any) -> Mapping[str, Tensor]:
         """Check a micro-batch's call, and return its losses by name, in the order of the counts."""

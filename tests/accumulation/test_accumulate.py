@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from batches import Batch, all_batches, make_batch, make_window, num_valid, one_process, sum_loss
 from blindfold import Blindfold
 from meshes import init_device_mesh
-from on_ranks import on_ranks
+from on_ranks import common_error, on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
 from torch import Tensor, nn
 from torch.utils.data import Subset
@@ -503,3 +503,61 @@ def test_a_plain_backward_in_place_of_that_of_the_step(rank: int, kind: str) -> 
 
     kind_of_error, text = error_of(run)
     assert (kind_of_error, "micro-batch 0: expected one backward, got 0" in text) == ("RuntimeError", True), text
+
+
+def _zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _zero_of_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+STEPPED = "optimizer.step(): expected a call after the last backward of the window, got one before."
+GONE = "gradients at the loss of micro-batch {}: expected those of the micro-batches before, got None."
+HASTY: dict[str, Any] = {  # a call, its micro-batch, whether before the loss or after the backward; the error
+    "step after 0": (_step, 0, True, STEPPED),
+    "step before 2": (_step, 2, False, STEPPED),
+    "zero_grad after 0": (_zero, 0, True, GONE.format(1)),
+    "zero_grad before 2": (_zero, 2, False, GONE.format(2)),
+    "zero_grad of the model before 1": (_zero_of_model, 1, False, GONE.format(1)),
+    "step after 2": (_step, 2, True, ""),  # the gradients are final: the control
+    "zero_grad before 0": (_zero, 0, False, ""),
+}
+
+
+@pytest.mark.parametrize("name", HASTY)
+@pytest.mark.parametrize(("kind", "sync"), [("plain", "last"), ("ddp", "last"), ("fsdp2", "each")])
+@on_ranks(2)
+def test_an_optimizer_inside_the_loop(rank: int, kind: str, sync: str, name: str) -> None:
+    """Of one rank, in windows 1 and 2; the optimizer of another model may step, and so may this one at the end."""
+    model, other = wrap(Model(), kind), Model()
+    call, place, is_after, wanted = HASTY[name]
+    optimizer, another = (torch.optim.SGD(one.parameters(), lr=0.0) for one in (model, other))
+    batches, expected = make_window("full", rank), one_process(Model(), all_batches("full")).gradient
+
+    def run(is_hasty: bool) -> None:
+        options: Any = {"group": by_hand(model), "sync": sync}
+        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, **options)):
+            another.step()
+            if is_hasty and (index, False) == (place, is_after):
+                call(model, optimizer)
+            step.backward(sum_loss(model, batch))
+            if is_hasty and (index, True) == (place, is_after):
+                call(model, optimizer)
+
+    for _ in range(2):
+        kind_of_error, text = common_error(lambda: run(not wanted or rank == 1))
+        if wanted:
+            assert (kind_of_error, wanted in text) == ("RuntimeError", True), text
+            assert "on rank 1: " in text
+            assert not gradient(model).any()
+        else:
+            assert kind_of_error == "none", text
+            assert error(reduced(model), expected) <= 1e-12
+        optimizer.step()  # after the loop
+        model.zero_grad()
