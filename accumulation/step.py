@@ -31,14 +31,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..distributed.group import is_initialized
 from ..distributed.header import DeviceCheck
-from ..distributed.torch_private import backward_is_running, not_compiled
+from ..distributed.torch_private import backward_is_running, divisor_of, not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import note_count
 from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
 from .inner_backward import Gradients, has_gradients
-from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, zero_loss
+from .summed_loss import SUM_UP, as_mean, checked_sum, named, not_a_sum, zero_loss
 from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
 from .window import Window
@@ -112,13 +112,14 @@ class Step:
             ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
                 ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
                 without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
-                for the mean of a loss that compares rows or balances classes, which is for ``pooled_backward``;
-                for ``num_items`` that are negative, or not the count of the micro-batch if ``count`` is a function.
+                for sums divided by the numbers of their terms, if these differ between micro-batches; for the mean of a
+                loss that compares rows or balances classes, which is for ``pooled_backward``; for ``num_items`` that
+                are negative, or not the count of the micro-batch if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
                 itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
                 Gradients that you add yourself, such as those of a penalty, belong after this call. For an optimizer
-                that steps before the last backward, and for gradients that were set to None. All this is looked for
-                in windows 1, 2, 4, 8, ... of a model.
+                that steps before the last backward, and for gradients that were set to None. These, and sums that are
+                divided, are looked for in windows 1, 2, 4, 8, ... of a model.
 
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
@@ -434,6 +435,14 @@ class Step:
         error = not_a_sum(loss, self._mean_fix, what, index, term.name, over_ranks=over_ranks, may_be_mean=may_be_mean)
         if error is not None and not self._has_one_term(term, index):
             raise error
+        count = term.counts[index] if self._is_watched and term.counts and not may_be_mean else 1
+        if (isinstance(count, Tensor) and not count.is_cpu) or count == 1 or (divisor := divisor_of(loss)) is None:
+            return
+        if abs(divisor - float(count)) <= 1e-6 * divisor:
+            term.divisors.add(float(count))
+            if len(term.divisors) > 1:  # one number may divide a sum for any reason
+                got = Words("one divided by the number of its terms, as in another micro-batch: a mean")
+                raise ValueError(expected(named(what, index, term.name), "the sum over its terms", got, self._mean_fix))
 
     def _has_one_term(self, term: Term, index: int) -> bool:
         """Whether the micro-batch counts as one term, such as a sequence whose loss is a mean over its tokens."""

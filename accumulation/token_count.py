@@ -198,6 +198,7 @@ class Term:
     number: float = 0.0  # N, over all ranks and micro-batches
     counts: list[Tensor | float] | None = None  # of this rank's micro-batches; None when the caller passed N
     factor: float = 0.0  # m / N; 0 without terms
+    divisors: set[float] = field(default_factory=set)  # numbers of terms by which micro-batches have divided their sums
     weight: float | None = None  # in the loss of the window; None until it is known
     sums: list[Any] = field(default_factory=list)  # of this rank's micro-batches, until they are exchanged
     total: float = 0.0  # the sum over all ranks, of what was exchanged

@@ -154,6 +154,21 @@ def is_mean(loss: Tensor) -> bool:
     return bool(is_recorded and all(divisor >= 1 for divisor in divisors))
 
 
+def divisor_of(loss: Tensor) -> float | None:
+    """Return the number that the last operation of a scalar divides it by, as ``x.sum() / mask.sum()`` does, else None.
+
+    One on an accelerator is not read.
+    """
+    node: Any = loss.grad_fn
+    while node is not None and node.name() in SAME_VALUE:
+        node = node.next_functions[0][0]
+    name = "" if node is None else node.name()
+    other = node._saved_other if name.startswith(("DivBackward", "MulBackward")) else None
+    if other is None or (isinstance(other, Tensor) and (other.requires_grad or not other.is_cpu)) or not other:
+        return None
+    return float(other) if name.startswith("Div") else 1 / float(other)
+
+
 def loss_parallel_is_active() -> bool:
     """Return True inside of torch's ``loss_parallel()``, whose handlers compute the cross-entropy of DTensors."""
     from torch.distributed.tensor import DTensor

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gradient_cases import forced
-from on_ranks import on_ranks
+from on_ranks import common_error, on_ranks
+from subjects import by_hand, wrap
 from torch import Tensor, nn
 
 import fullrank
@@ -193,3 +195,43 @@ def test_a_loss_over_the_rows_of_all_ranks_is_refused(rank: int) -> None:
         found = [parameter.grad for parameter in model.parameters()]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # sums of float32
         total.gather_distributed = False
+
+
+DIVIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the losses of a micro-batch, and which of them count
+    "masked": lambda x, mask: (x * mask).sum() / mask.sum(),
+    "clamped": lambda x, mask: (x * mask).sum() / mask.sum().clamp(min=1),
+    "number": lambda x, mask: ((x * mask).sum() / int(mask.sum())).double(),
+    "reciprocal": lambda x, mask: (x * mask).sum() * mask.sum().reciprocal(),
+    "one divisor": lambda x, mask: (x * mask).sum() / 3,  # may have any reason: the control
+    "undone": lambda x, mask: (x * mask).sum() / mask.sum() * mask.sum(),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("name", DIVIDED)
+@on_ranks(2)
+def test_a_sum_divided_by_its_own_count_is_a_mean(rank: int, name: str, kind: str) -> None:
+    """Of one rank, in windows 1 and 2; with its number of terms it is exact."""
+    model, loss = wrap(nn.Linear(3, 1), kind), DIVIDED[name]
+    rows, counts = torch.randn(3, 6, 3), [[2, 5, 6], [4, 6, 3]]
+    masks = [(torch.arange(6) < number).float() for number in counts[rank]]
+
+    def run(means: bool) -> None:
+        batches = list(zip(rows, masks))
+        for step, (batch, mask) in accumulate(model, batches, lambda batch: batch[1].sum(), group=by_hand(model)):
+            losses = model(batch)[:, 0].square()
+            if means:
+                step.backward(loss(losses, mask), num_items=mask.sum())
+            else:
+                step.backward(loss(losses, mask) if rank else (losses * mask).sum())
+
+    for _ in range(2):
+        kind_of_error, text = common_error(partial(run, False))
+        if name in ("one divisor", "undone"):
+            assert kind_of_error == "none", text
+            continue
+        assert kind_of_error == "ValueError"
+        wanted = "on rank 1: loss of micro-batch 1: expected the sum over its terms, got one divided by the number of"
+        assert wanted in text
+        assert "or pass num_items=" in text
+    assert common_error(partial(run, True)) == ("none", "")

@@ -243,7 +243,7 @@ def mean_as_sum(model: nn.Module, batches: Any) -> Tensor:
     for step, (rows, targets) in fr.accumulate(model, batches, lambda batch: len(batch[1])):
         mask = torch.ones(len(targets), dtype=DTYPE)
         losses = F.binary_cross_entropy_with_logits(model(rows), targets.to(DTYPE), reduction="none")
-        step.backward((losses * mask).sum() / mask.sum().clamp(min=1))
+        step.backward((losses * mask / mask.sum()).sum())  # divided after the sum, accumulate would refuse it
     return step.mean_loss()
 
 
