@@ -24,7 +24,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions = {place: (id(grad), version_of(grad)) for place, grad in _gradients(model)}
+        self._versions = {place: (id(grad), version_of(grad)) for place, grad in gradients_of(model)}
 
     def check_added(self) -> DeviceCheck | None:
         """Return the check that backward passes have added no element that is not 0 since then; None if none ran.
@@ -33,7 +33,7 @@ class Gradients:
         that were set to None or to 0, and other tensors in the place of gradients, as when DDP rearranges its buckets.
         """
         added = []
-        for place, grad in _gradients(self._model):
+        for place, grad in gradients_of(self._model):
             before = self._versions.get(place)
             if before is None or (before[0] == id(grad) and before[1] != version_of(grad)):
                 added.append(grad)
@@ -52,11 +52,6 @@ class Gradients:
         return check_zero(added, error)
 
 
-def has_gradients(model: nn.Module) -> bool:
-    """Return whether ``model`` has any gradient."""
-    return next(_gradients(model), None) is not None
-
-
 def check_zero(grads: Sequence[Tensor], error: Callable[[int], Exception]) -> DeviceCheck | None:
     """Return the check that ``grads`` are 0; ``error`` takes the number of elements that are not. None without any."""
     with torch.no_grad():
@@ -67,7 +62,7 @@ def check_zero(grads: Sequence[Tensor], error: Callable[[int], Exception]) -> De
     return DeviceCheck(number > 0, lambda: error(int(number)))
 
 
-def _gradients(model: nn.Module) -> Iterator[tuple[int, Tensor]]:
+def gradients_of(model: nn.Module) -> Iterator[tuple[int, Tensor]]:
     """Yield each gradient of ``model``, also those that FSDP2 has not reduced, with a number for its place."""
     for _, parameter in distinct_entries(model):
         if parameter.grad is not None:

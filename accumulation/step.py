@@ -37,7 +37,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
-from .inner_backward import Gradients, has_gradients
+from .inner_backward import Gradients, gradients_of
 from .summed_loss import SUM_UP, as_mean, checked_sum, named, not_a_sum, zero_loss
 from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
@@ -343,7 +343,7 @@ class Step:
         micro_batch.num_calls += 1
         if self._before is not None:
             self._added, self._before = self._before.check_added(), None
-        elif self._is_watched and micro_batch.index and not has_gradients(self._window.model):
+        elif self._is_watched and micro_batch.index and not [*gradients_of(self._window.model)]:
             fix = "Call optimizer.zero_grad() before the loop over accumulate(...)."
             what = f"gradients at the loss of micro-batch {micro_batch.index}"
             self._fail(RuntimeError(expected(what, "those of the micro-batches before", None, fix)), is_due=False)
