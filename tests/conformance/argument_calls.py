@@ -473,6 +473,7 @@ def metrics() -> list[Call]:
 
 CALLS: list[Call] = [
     Call("gather_rows", {"group": WORLD, "gradient_reduction": "sum"}, gathers),
+    Call("gather_rows", {"backward": "reduce_scatter"}, gathers),
     Call("all_gather_no_grad", {"group": WORLD}, gathers),
     Call("all_gather_with_grad", {"group": WORLD, "gradient_reduction": "sum"}, gathers),
     Call("all_gather_with_grad", {"backward": "reduce_scatter"}, gathers),
