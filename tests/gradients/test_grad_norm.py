@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def expert_parallel(rank: int, *, sharded: bool) -> Case:
     return Case(parameters, full, {"shard_groups": lambda p: mesh["ep"].get_group() if p is expert else None})
 
 
-def pipeline(rank: int, kind: str) -> Case:
+def pipeline(kind: str, rank: int) -> Case:
     """Two stages of unequal size, each over tensor-parallel ranks; "pp_all_listed": every rank knows all parameters."""
     mesh = mesh_of("pp", "tp")
     names = ("stage0.a", "stage0.bb", "stage0.ccc", "stage1.a", "stage1.bb")
@@ -197,18 +197,13 @@ def stage_meshes() -> tuple[DeviceMesh, DeviceMesh]:
 
 
 MODELS = ("hsdp", "tp_fsdp", "sequence_fsdp")  # FSDP2 alone: tests/conformance/test_equals_one_process.py
-EXPERTS = {"ep": False, "ep_fsdp": True}
-PIPELINES = ("pp", "pp_empty_stage", "pp_all_listed")
-CASES = ("by_hand", *MODELS, *EXPERTS, *PIPELINES)
-
-
-def build(name: str, rank: int) -> Case:
-    """Return a fresh case."""
-    if name in MODELS:
-        return model_of(name, rank)
-    if name in EXPERTS:
-        return expert_parallel(rank, sharded=EXPERTS[name])
-    return pipeline(rank, name) if name in PIPELINES else by_hand(rank)
+CASES: dict[str, Callable[[int], Case]] = {
+    "by_hand": by_hand,
+    **{kind: functools.partial(model_of, kind) for kind in MODELS},
+    "ep": functools.partial(expert_parallel, sharded=False),
+    "ep_fsdp": functools.partial(expert_parallel, sharded=True),
+    **{kind: functools.partial(pipeline, kind) for kind in ("pp", "pp_empty_stage", "pp_all_listed")},
+}
 
 
 def flat(case: Case) -> Tensor:
@@ -234,7 +229,7 @@ FAST = ("by_hand", "hsdp", "ep", "pp")
 @on_ranks(4)
 def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: str) -> None:
     """Norms of each p, the same to the last bit on every rank, and what is clipped."""
-    case = build(name, rank)
+    case = CASES[name](rank)
     ours = torch.stack([fullrank.total_grad_norm(case.parameters, p, **case.options).double() for p in POWERS])
     expected = torch.stack([torch.linalg.vector_norm(flat(case), p) for p in POWERS])
     torch.testing.assert_close(ours, expected, rtol=1e-14, atol=0)
@@ -242,7 +237,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: s
     # The gradients of a model are rounded otherwise where they are added over ranks.
     limit, compared = 1e-13 if name in MODELS else 4e-15, 0
     for norm_type in (2.0, math.inf):
-        case = build(name, rank)
+        case = CASES[name](rank)
         alone = {key: with_gradient(value) for key, value in case.full.items()}
         torch.nn.utils.clip_grad_norm_(alone.values(), MOST, norm_type)
         fullrank.clip_grad_norm_(case.parameters, MOST, norm_type, **case.options)
@@ -296,7 +291,7 @@ def test_a_dimension_of_one_rank(rank: int, shape: str) -> None:
 @on_ranks(4)
 def test_other_rules_of_what_is_sharded_are_wrong(rank: int, case: str, rule: str) -> None:
     """Some of them are seen already, because copies then differ."""
-    made, right, rounding = build(case, rank), norm_plan.is_sharded, grad_norm._ROUNDING
+    made, right, rounding = CASES[case](rank), norm_plan.is_sharded, grad_norm._ROUNDING
     rules = {"is_shard": lambda placement: placement.is_shard(), "all dimensions": lambda placement: True}
     norm_plan.is_sharded, grad_norm._ROUNDING = rules[rule], math.inf
     try:
@@ -335,7 +330,7 @@ NUM_COLLECTIVES = {
 def test_one_collective_per_group(rank: int, case: str) -> None:
     """Also where no rank has a gradient, as with ``error_if_nonfinite`` here."""
     for error_if_nonfinite, expected in zip((False, True), NUM_COLLECTIVES[case]):
-        made = build(case, rank)
+        made = CASES[case](rank)
         for _, parameter in made.parameters if error_if_nonfinite else []:
             parameter.grad = None
         with CollectiveCounter() as counter:
@@ -384,7 +379,7 @@ POISONED += [("pp", math.inf), *(pytest.param("by_hand", p, marks=pytest.mark.fu
 @on_ranks(4)
 def test_what_is_not_finite_on_one_rank_raises_on_all(rank: int, case: str, norm_type: float) -> None:
     """In each gradient of that rank in turn; the gradients stay as they are."""
-    made, found = build(case, rank), []
+    made, found = CASES[case](rank), []
     for bad_rank in (0, 3) if case == "hsdp" else (2,):
         value = INF_NAN[(bad_rank + int(2 * min(norm_type, 9.0))) % 3]
         names = [[key for key, p in made.parameters if p.grad is not None and key != "tied"]]
