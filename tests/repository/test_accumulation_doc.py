@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pages
 import pytest
@@ -17,18 +18,35 @@ from pages import run_block
 from subjects import Adapted, Headless, Model, Router, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
-from workers import WorkerPool, get_pool
+from torch.distributed.fsdp import fully_shard
+from workers import error_of
 
 import fullrank
 
 pytestmark = pytest.mark.slow
 
 NUM_BATCHES = 6
+LIMIT = 1e-12  # float64
+blocks = partial(pages.blocks, "accumulation.md")
+NAMES = blocks("Recipes")
+LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
+CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
+(SERVER,) = blocks("A server, whose calls come one by one")
+(SEVERAL,) = blocks("Several losses with counts of their own")
+(CONTEXT,) = blocks("Context parallelism")
 
 
-def run_blocks(codes: list[str], **names: Any) -> dict[str, Any]:
-    """Execute blocks of the document one after another, on ``names``; return all names."""
-    return run_block("\n".join(codes), names)
+class Run(NamedTuple):
+    """A block to run after the first one on a rank, with names; what to compare after it; is it equal, or a control."""
+
+    code: str
+    names: dict[str, Any]
+    found: Callable[[dict[str, Any]], Tensor]
+    expected: Tensor
+    is_right: bool = True
+
+
+Runs = Iterator[Run]
 
 
 def batches_of(rank: int) -> list[Batch]:
@@ -36,91 +54,78 @@ def batches_of(rank: int) -> list[Batch]:
     return [make_batch(rank, index, empty=index == rank) for index in range(NUM_BATCHES)]
 
 
-def training(rank: int, kind: str, recipe: list[str], size: int) -> None:
-    """Train in windows of ``size``, as one process does."""
-    model, reference, ranks = wrap(Model(), kind), Model(), range(dist.get_world_size())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
-    names = {"optimizer": optimizers[0], "loader": batches_of(rank), "scaler": torch.amp.GradScaler("cpu")}
-    found = run_blocks(NAMES + recipe, model=model, micro_batches=batches_of(rank), **names)
-    if "on_step" in found:
-        for number, batch in enumerate(batches_of(rank)):
-            found["on_backward"](batch)
-            if number % size == size - 1:
-                found["on_step"]()
-    for start in range(0, NUM_BATCHES, size):
-        one_process(reference, [batch for r in ranks for batch in batches_of(r)[start : start + size]])
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        optimizers[1].step()
-    assert error(parameters(model), parameters(reference)) <= LIMIT
+def everyone(part: slice = slice(None)) -> list[Batch]:
+    """Return those of two ranks, or a part of those of each."""
+    return [batch for rank in range(2) for batch in batches_of(rank)[part]]
 
 
-def whole(batches: list[Batch], model: nn.Module | None = None) -> Tensor:
+def whole(batches: list[Batch]) -> Tensor:
     """Return the gradient of one process with all of ``batches``."""
-    return one_process(Model() if model is None else model, batches).gradient
+    return one_process(Model(), batches).gradient
 
 
-LIMIT = 1e-12  # float64
-blocks = partial(pages.blocks, "accumulation.md")
-NAMES = blocks("Recipes")
-LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
-CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
+def trained(windows: Sequence[list[Batch]]) -> Model:
+    """Return the model of one process after a step for each window."""
+    reference = Model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for window in windows:
+        one_process(reference, window)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+    return reference
 
 
-def test_every_block_is_run_here() -> None:
-    tested = ["Experts", "Context parallelism", "Pipeline schedules", "GradScaler", "Accelerate", "Pooled losses"]
-    tested += ["A server, whose calls come one by one", "Packed sequences", "Several losses with counts of their own"]
-    tested += ["Loss parallel", "Validation"]
-    assert [len(blocks(section)) for section in tested] == [1] * len(tested)
-    others = len(NAMES) + len([LOOP, MEANS, CHUNKED, INJECTED])
-    assert pages.PAGES["accumulation.md"].count("```python") == others + len(tested)
+def of_window(code: str, model: nn.Module, expected: Tensor, is_right: bool = True, **names: Any) -> Run:
+    """Return the run of a window of all micro-batches of the rank, of which the gradient of the model is expected."""
+    names = {"model": model, "micro_batches": batches_of(dist.get_rank()), **names}
+    return Run(code, names, lambda _: flat(model), expected, is_right)
 
 
-LOOPS = {f"loop, {kind}": (size, kind, [LOOP], 4) for kind, size in (("ddp", 2), ("fsdp2", 2), ("hsdp", 4))}
-LOOPS["scaler"] = 2, "ddp", blocks("GradScaler"), NUM_BATCHES
-LOOPS |= {f"server, {kind}": (2, kind, blocks("A server, whose calls come one by one"), 3) for kind in ("ddp", "fsdp2")}
+def loop(rank: int, kind: str, code: str, size: int) -> Runs:
+    """Windows of four and of two micro-batches; a server takes two steps of three calls, by one object."""
+    model = wrap(Model(), kind)
+    names = {"model": model, "loader": batches_of(rank), "scaler": torch.amp.GradScaler("cpu")}
+
+    def found(names: dict[str, Any]) -> Tensor:
+        for number, batch in enumerate(batches_of(rank) if "on_step" in names else []):
+            names["on_backward"](batch)
+            if number % size == size - 1:
+                names["on_step"]()
+        return parameters(model)
+
+    names |= {"micro_batches": batches_of(rank), "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+    ranks, starts = range(dist.get_world_size()), range(0, NUM_BATCHES, size)
+    windows = [[batch for r in ranks for batch in batches_of(r)[start : start + size]] for start in starts]
+    yield Run(code, names, found, parameters(trained(windows)))
 
 
-@pytest.mark.parametrize(("world_size", "kind", "recipe", "size"), LOOPS.values(), ids=LOOPS)
-def test_a_training(world_size: int, kind: str, recipe: list[str], size: int) -> None:
-    """Six micro-batches in windows of four: four and two. The server takes two steps of three calls, by one object."""
-    get_pool(world_size)(training, kind, recipe, size)
+def window(rank: int, kind: str, code: str) -> Runs:
+    names = {}
+    if "accelerator" in code:
+        from accelerate import Accelerator
+
+        names["accelerator"] = Accelerator(cpu=True)
+    yield of_window(code, wrap(Model(), kind), whole(everyone()), **names)
 
 
-def test_a_mean_of_means_in_the_loop_is_seen(pool_of_two: WorkerPool) -> None:
-    wrong = LOOP.replace(
-        "step.backward(loss_sum(model, batch))",
-        "causal_lm_loss(model(batch['tokens']), batch['labels']).div(4).backward()",
-    )
-    assert wrong != LOOP
-    with pytest.raises(AssertionError, match="expected one backward, got 0"):
-        pool_of_two(training, "ddp", [wrong], 4)
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-@pytest.mark.parametrize("is_chunked", [True, False])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@on_ranks(2)
-def test_a_loss_that_back_propagates_itself(rank: int, kind: str, is_chunked: bool, is_right: bool) -> None:
-    """Two windows; the control has the factor of one process."""
+def inside(rank: int, kind: str, code: str) -> Runs:
+    """A loss that back-propagates itself, in two windows; the control has the factor of one process."""
+    is_chunked, code = code == CHUNKED, code.replace("1024", "5")
     inner, reference, router = (Headless() if is_chunked else Model()), Model(), Router()
     for each in (inner, reference):
         each.down.register_parameter("bias", None)
-    everyone = [batch for r in range(2) for batch in batches_of(r)]
-    losses = [sum_loss(reference, batch) for batch in everyone]
+    losses = [sum_loss(reference, batch) for batch in everyone()]
     if not is_chunked:
         inner.middle.append(router)
-        losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everyone]
-    expected = torch.stack(losses).sum() / sum(map(num_valid, everyone))
+        losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everyone()]
+    expected = torch.stack(losses).sum() / sum(map(num_valid, everyone()))
     expected.backward()
-    model, code = wrap(inner, kind), (CHUNKED.replace("1024", "5") if is_chunked else INJECTED)
-    if not is_right:
-        code = code.replace("step.factor", "step.factor / 2")
-    for _ in range(2):
-        names = {"model": model, "head": inner.down, "router": router, "micro_batches": batches_of(rank)}
-        step = run_blocks([*NAMES, code], loader=[], optimizer=None, **names)["step"]
-        assert (error(flat(model), flat(reference)) <= LIMIT) == is_right
-        assert error(step.mean_loss(), expected.detach()) <= LIMIT
+    model, right = wrap(inner, kind), torch.cat([flat(reference), expected.detach()[None]])
+    for is_right in (True, True, False):
         model.zero_grad()
+        changed = code if is_right else code.replace("step.factor", "step.factor / 2")
+        run = of_window(changed, model, right, is_right, head=inner.down, router=router)
+        yield run._replace(found=lambda names: torch.cat([flat(model), names["step"].mean_loss()[None]]))
 
 
 def mtp_loss_sum(model: nn.Module, batch: Batch) -> Tensor:
@@ -128,59 +133,28 @@ def mtp_loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-@pytest.mark.parametrize("weight", [0.3, 0.2])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@on_ranks(2)
-def test_several_losses(rank: int, kind: str, weight: float) -> None:
+def several_losses(rank: int, kind: str, code: str) -> Runs:
     """The control has another weight."""
-    model, reference = wrap(Model(), kind), Model()
-    everyone = [batch for r in range(2) for batch in batches_of(r)]
-    number = sum(int((batch["labels"][:, 2:] != -100).sum()) for batch in everyone)
-    mtp = torch.stack([mtp_loss_sum(reference, batch) for batch in everyone]).sum() / number
-    mtp.backward(torch.tensor(weight, dtype=torch.float64))
-    expected = flat(reference).clone() + whole(everyone)
-    names = {"model": model, "mtp_loss_sum": mtp_loss_sum, "micro_batches": batches_of(rank)}
-    run_blocks([*NAMES, *blocks("Several losses with counts of their own")], loader=[], optimizer=None, **names)
-    assert (error(flat(model), expected) <= LIMIT) == (weight == 0.3)
+    number = sum(int((batch["labels"][:, 2:] != -100).sum()) for batch in everyone())
+    for weight in (0.3, 0.2):
+        reference = Model()
+        mtp = torch.stack([mtp_loss_sum(reference, batch) for batch in everyone()]).sum() / number
+        mtp.backward(torch.tensor(weight, dtype=torch.float64))
+        expected = flat(reference) + whole(everyone())
+        yield of_window(code, wrap(Model(), kind), expected, weight == 0.3, mtp_loss_sum=mtp_loss_sum)
 
 
-WINDOWS = {
-    "means, ddp": ("ddp", [MEANS]),
-    "means, fsdp2": ("fsdp2", [MEANS]),
-    "Accelerate": ("ddp", blocks("Accelerate")),
-}
-
-
-@pytest.mark.parametrize(("kind", "recipe"), WINDOWS.values(), ids=WINDOWS)
-@on_ranks(2)
-def test_a_window(rank: int, kind: str, recipe: list[str]) -> None:
-    model, names = Model(), {}
-    if "accelerator" in "".join(recipe):
-        from accelerate import Accelerator
-
-        names["accelerator"] = Accelerator(cpu=True)
-    run_blocks(NAMES + recipe, model=wrap(model, kind), micro_batches=batches_of(rank), **names)
-    assert error(flat(model), whole([batch for r in range(2) for batch in batches_of(r)])) <= LIMIT
-
-
-@on_ranks(2)
-def test_packed_sequences(rank: int) -> None:
+def packed(rank: int, code: str) -> Runs:
     """Documents in rows are documents apart, and not rows as they are: the control."""
-    model, starts = wrap(Model(), "ddp"), (torch.arange(LENGTH) >= 2).long()
+    starts, parts = (torch.arange(LENGTH) >= 2).long(), [slice(2), slice(2, None)]
     own = [{**batch, "document_ids": starts.expand_as(batch["labels"])} for batch in batches_of(rank)]
-    run_blocks(NAMES + blocks("Packed sequences"), model=model, micro_batches=own)
-    everything = [batch for r in range(2) for batch in batches_of(r)]
-    parts = [slice(2), slice(2, None)]
-    apart = [{key: value[:, part] for key, value in b.items()} for b in everything for part in parts]
-    assert error(flat(model), whole(apart)) <= LIMIT
-    assert error(flat(model), whole(everything)) > 1e-3
+    apart = [{key: value[:, part] for key, value in batch.items()} for batch in everyone() for part in parts]
+    for batches, is_right in ((apart, True), (everyone(), False)):
+        yield of_window(code, wrap(Model(), "ddp"), whole(batches), is_right, micro_batches=own)
 
 
-@on_ranks(4)
-def test_experts(rank: int) -> None:
+def experts(rank: int, code: str) -> Runs:
     """The dense part, and this rank's expert."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
     model, reference, own = Adapted(), Adapted(), mesh["experts"].get_local_rank()
     expert = model.adapters[own]
@@ -188,112 +162,80 @@ def test_experts(rank: int) -> None:
     model.forward = partial(model.forward, index=own)
     fully_shard(expert, mesh=mesh["data"])
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    run_blocks(NAMES + blocks("Experts"), model=model, micro_batches=batches_of(rank))
     parts = [(partial(reference, index=r % 2), batch) for r in range(4) for batch in batches_of(r)]
     (sum(sum_loss(*part) for part in parts) / sum(num_valid(batch) for _, batch in parts)).backward()
-    assert error(flat(model.base), flat(reference.base)) <= LIMIT
-    assert error(flat(expert), flat(reference.adapters[own])) <= LIMIT
+    yield of_window(code, model, torch.cat([flat(reference.base), flat(reference.adapters[own])]))
 
 
-@on_ranks(4)
-def test_loss_parallel(rank: int) -> None:
+def loss_parallel(rank: int, code: str) -> Runs:
     """Two data ranks of two tensor-parallel ranks, under FSDP2, then as copies; the control counts all four ranks."""
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    own, (recipe,) = batches_of(mesh["data"].get_local_rank()), blocks("Loss parallel")
-    everything = whole([batch for r in range(2) for batch in batches_of(r)])
-    for group, is_wrapped in (
-        ("", True),
-        (', group=mesh["data"]', False),
-        (", group=torch.distributed.group.WORLD", True),
-    ):
-        model = Model()
+    for group in ("", ', group=mesh["data"]', ", group=torch.distributed.group.WORLD"):
+        model, is_copied = Model(), "data" in group
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(output_layouts=Replicate()), "down": head})
-        if is_wrapped:
+        if not is_copied:
             fully_shard(model, mesh=mesh["data"])
-        code = recipe.replace("count_valid_tokens)", f"count_valid_tokens{group})")
-        run_blocks([*NAMES, code], model=model, micro_batches=own, mesh=mesh)
-        if not is_wrapped:
-            fullrank.all_reduce_grads_(model, mesh["data"])
-        assert (error(flat(model), everything) <= LIMIT) == ("WORLD" not in group)
+        changed = code.replace("count_valid_tokens)", f"count_valid_tokens{group})")
+        changed += 'all_reduce_grads_(model, mesh["data"])\n' * is_copied
+        names = {"micro_batches": batches_of(mesh["data"].get_local_rank()), "mesh": mesh}
+        yield of_window(changed, model, whole(everyone()), "WORLD" not in group, **names)
 
 
-@pytest.mark.parametrize("folded", ["all", "none", "ring_only", "ulysses_only"])
-@on_ranks(4)
-def test_context_parallelism(rank: int, folded: str) -> None:
+def context(rank: int, code: str, folded: str) -> Runs:
     """With sequences cut over two ranks, of Ulysses if the ring is folded; the control leaves the recipe's sum out."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     data_rank, part = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "own"))["own"]
-    context, (recipe,) = mesh["context"].get_group(), blocks("Context parallelism")
-    ring, ulysses = (alone, context) if folded == "ring_only" else (context, alone)
-    groups = {"ring_group": ring, "ulysses_group": ulysses, "unified_group": context}
-    without = recipe.replace("all_reduce_grads_(model, group)", "")
-    for code, is_right in ((recipe, True), *([(without, False)] if folded == "none" else [])):
+    group = mesh["context"].get_group()
+    ring, ulysses = (alone, group) if folded == "ring_only" else (group, alone)
+    names = {"ring_group": ring, "ulysses_group": ulysses, "unified_group": group, "mesh": mesh, "folded": folded}
+    names["micro_batches"] = halves(batches_of(data_rank), part)
+    for is_right in (True, False) if folded == "none" else (True,):
         model = Model()
         fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if folded == "all" else mesh["data"])
-        own = halves(batches_of(data_rank), part)
-        run_blocks([*NAMES, code], model=model, micro_batches=own, mesh=mesh, folded=folded, **groups)
-        found = error(flat(model), whole([b for r in range(2) for b in batches_of(r)]))
-        assert found <= LIMIT if is_right else found > 0.05
+        changed = code if is_right else code.replace("all_reduce_grads_(model, group)", "")
+        yield of_window(changed, model, whole(everyone()), is_right, **names)
 
 
-@on_ranks(4)
-def test_pipeline_schedules(rank: int) -> None:
+def pipeline(rank: int, code: str) -> Runs:
     """Of two stages, with two copies of the pipeline under FSDP2; two steps of four micro-batches each."""
     from torch.distributed import pipelining
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
-    copy, index = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank()
-    full, reference = Model(), Model()
-    part = nn.Sequential(full.embed, full.up) if index == 0 else nn.Sequential(nn.Tanh(), full.down)
+    copy, index, group = mesh["data"].get_local_rank(), mesh["stages"].get_local_rank(), mesh["stages"].get_group()
+
+    def stage_of(model: Model) -> nn.Module:
+        return nn.Sequential(model.embed, model.up) if index == 0 else nn.Sequential(nn.Tanh(), model.down)
+
+    part = stage_of(Model())
     fully_shard(part, mesh=mesh["data"])
-
-    def loader(copy: int) -> list[Batch]:
-        parts = [batches_of(copy)[start : start + 2] for start in (0, 2)]
-        return [{key: torch.cat([batch[key] for batch in part]) for key in ("tokens", "labels")} for part in parts]
-
-    run_blocks(
-        NAMES + blocks("Pipeline schedules"),
-        ScheduleGPipe=pipelining.ScheduleGPipe,
-        stages_group=mesh["stages"].get_group(),
-        stage=pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["stages"].get_group()),
-        loader=loader(copy),
-        optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
-    )
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    for batches in zip(*map(loader, range(2))):
-        one_process(reference, batches)
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        optimizer.step()
-    own = nn.Sequential(reference.embed, reference.up) if index == 0 else nn.Sequential(reference.down)
-    assert error(parameters(part), parameters(own)) <= LIMIT
+    pairs = [batches_of(copy)[start : start + 2] for start in (0, 2)]
+    names = {
+        "ScheduleGPipe": pipelining.ScheduleGPipe,
+        "stages_group": group,
+        "stage": pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=group),
+        "loader": [{key: torch.cat([batch[key] for batch in pair]) for key in pair[0]} for pair in pairs],
+        "optimizer": torch.optim.SGD(part.parameters(), lr=0.5),
+    }
+    reference = trained([everyone(slice(0, 2)), everyone(slice(2, 4))])
+    yield Run(code, names, lambda _: parameters(part), parameters(stage_of(reference)))
 
 
-@on_ranks(2, 3)
-def test_validation(rank: int) -> None:
+def validation(rank: int, code: str) -> Runs:
     """The ranks have 3, 2 and 1 batches, the last of them without a token; the control has no weights."""
-    own, (recipe,) = [batches_of(r)[r : 3 if r < 2 else 4] for r in range(dist.get_world_size())], blocks("Validation")
-    everything = [batch for batches in own for batch in batches]
-    expected = one_process(Model(), everything).loss.exp()
-    unweighted = recipe.replace(", weight=num_items", "")
-    assert unweighted != recipe
-    for code, is_right in ((recipe, True), (unweighted, False)):
+    own = [batches_of(r)[r : 3 if r < 2 else 4] for r in range(dist.get_world_size())]
+    expected = one_process(Model(), [batch for batches in own for batch in batches]).loss.exp()
+    for changed, is_right in ((code, True), (code.replace(", weight=num_items", ""), False)):
         names = {"model": wrap(Model(), "ddp"), "validation_loader": own[rank], "device": "cpu"}
-        found = run_blocks([*NAMES, code], **names)["perplexity"]
-        assert (error(found, expected) <= LIMIT) == is_right
+        yield Run(changed, names, lambda names: names["perplexity"], expected, is_right)
 
 
-@on_ranks(2)
-def test_pooled_losses(rank: int) -> None:
-    """The parameters after training with a pooled loss over windows of 16 micro-batches."""
+def pooled(rank: int, code: str) -> Runs:
+    """Training with a pooled loss over windows of 16 micro-batches."""
 
     def rows(of: int) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(of)
@@ -302,12 +244,55 @@ def test_pooled_losses(rank: int) -> None:
 
     model, reference = wrap(Model(num_outputs=1), "ddp"), Model(num_outputs=1)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
-    run_blocks(NAMES + blocks("Pooled losses"), model=model, row_loader=rows(rank), optimizer=optimizers[0])
     loss_fn = fullrank.SmoothAPLoss(1, temperature=0.1, gather_distributed=False)
     for start in (0, 16):
-        window = [pair for r in range(2) for pair in rows(r)[start : start + 16]]
         optimizers[1].zero_grad()
-        features, targets = (torch.cat(parts) for parts in zip(*window))
+        features, targets = map(torch.cat, zip(*(pair for r in range(2) for pair in rows(r)[start : start + 16])))
         loss_fn(reference(features), targets).backward()
         optimizers[1].step()
-    assert error(parameters(model), parameters(reference)) <= LIMIT
+    names = {"model": model, "row_loader": rows(rank), "optimizer": optimizers[0]}
+    yield Run(code, names, lambda _: parameters(model), parameters(reference))
+
+
+# How many ranks, what makes the runs, and the arguments of that.
+KINDS = ("ddp", "fsdp2")
+RECIPES: dict[str, tuple[int, Callable[..., Runs], tuple[Any, ...]]] = {
+    **{f"loop, {kind}": (2, loop, (kind, LOOP, 4)) for kind in KINDS},
+    "loop, hsdp": (4, loop, ("hsdp", LOOP, 4)),
+    "scaler": (2, loop, ("ddp", *blocks("GradScaler"), NUM_BATCHES)),
+    **{f"server, {kind}": (2, loop, (kind, SERVER, 3)) for kind in KINDS},
+    **{f"means, {kind}": (2, window, (kind, MEANS)) for kind in KINDS},
+    "accelerate": (2, window, ("ddp", *blocks("Accelerate"))),
+    **{f"chunked, {kind}": (2, inside, (kind, CHUNKED)) for kind in KINDS},
+    **{f"injected, {kind}": (2, inside, (kind, INJECTED)) for kind in KINDS},
+    **{f"several losses, {kind}": (2, several_losses, (kind, SEVERAL)) for kind in KINDS},
+    "packed": (2, packed, (*blocks("Packed sequences"),)),
+    "experts": (4, experts, (*blocks("Experts"),)),
+    "loss parallel": (4, loss_parallel, (*blocks("Loss parallel"),)),
+    **{f"context, {name}": (4, context, (CONTEXT, name)) for name in ("all", "none", "ring_only", "ulysses_only")},
+    "pipeline": (4, pipeline, (*blocks("Pipeline schedules"),)),
+    **{f"validation, {size}": (size, validation, (*blocks("Validation"),)) for size in (2, 3)},
+    "pooled": (2, pooled, (*blocks("Pooled losses"),)),
+}
+
+
+def test_every_block_is_run() -> None:
+    assert {*blocks()} - {given for *_, arguments in RECIPES.values() for given in arguments} == {*NAMES}
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for name, (size, *_) in RECIPES.items()])
+@on_ranks(...)
+def test_a_recipe(rank: int, name: str) -> None:
+    _, runs, arguments = RECIPES[name]
+    for run in runs(rank, *arguments):
+        names = run_block("\n".join([*NAMES, run.code]), {"loader": [], "optimizer": None, **run.names})
+        wrong = error(run.found(names), run.expected)
+        assert wrong <= LIMIT if run.is_right else wrong > 1e-3, run.code
+
+
+@on_ranks(2)
+def test_a_mean_of_means_in_the_loop_is_seen(rank: int) -> None:
+    own = "causal_lm_loss(model(batch['tokens']), batch['labels']).div(4).backward()"
+    (run,) = loop(rank, "ddp", LOOP.replace("step.backward(loss_sum(model, batch))", own), 4)
+    assert own in run.code
+    assert "expected one backward, got 0" in error_of(lambda: run_block("\n".join([*NAMES, run.code]), run.names))[1]
