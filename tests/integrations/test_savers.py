@@ -336,28 +336,15 @@ def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
         assert steps(run(str(checkpoint)), 4, 5) != wanted
 
 
-@pytest.mark.parametrize("name", MODULES)
-@on_ranks(2)
-def test_fsdp2_and_torch_distributed_checkpoint(rank: int, name: str, tmp_path: Path) -> None:
-    if name == "sharded":
-        return  # it gathers by itself, and its loss has the state of smooth_ap
-    model, new = make_model(name), make_model(name, seed=1)
-    for one in (model, new):
-        fully_shard(one.net)
-        one(**rows(10 + rank))
-        if one is model:
-            steps(one, 2 + rank, 4 + rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        without = steps(new, 8 + rank)
-        by_distributed_checkpoint(model, new, tmp_path)
-    assert steps(new, 8 + rank) == steps(model, 8 + rank) != without
+# Of a model whose net is under FSDP2 every module that does not gather by itself, and a few of those in other wrappers.
+WRAPPED = [(name, "fsdp of the net") for name in MODULES if name != "sharded"]
+WHOLE = ("smooth_ap", "info_nce_learned", "combined", "warm-up")
+WRAPPED += [(name, wrapper) for name in WHOLE for wrapper in ("ddp", "compile", "fsdp")]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "compile", "fsdp"])
-@pytest.mark.parametrize("name", ["smooth_ap", "info_nce_learned", "combined", "warm-up"])
+@pytest.mark.parametrize(("name", "wrapper"), WRAPPED)
 @on_ranks(2)
-def test_a_whole_model_in_a_wrapper(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
+def test_a_wrapped_model(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
     """By name, and from the full state that rank 0 alone has: the others receive the state of the loss too."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -365,8 +352,8 @@ def test_a_whole_model_in_a_wrapper(rank: int, name: str, wrapper: str, tmp_path
 
     def wrapped(seed: int) -> tuple[Any, Any]:
         model = make_model(name, seed)
-        if wrapper == "fsdp":
-            fully_shard(model)
+        if "fsdp" in wrapper:
+            fully_shard(model if wrapper == "fsdp" else model.net)
             return model, model
         return model, DistributedDataParallel(model) if wrapper == "ddp" else torch.compile(model, backend="eager")
 
