@@ -15,13 +15,12 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import part_of, split
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from loss_cases import FORMS, SUMMED, slowly
 from meshes import group_of, init_device_mesh
 from on_ranks import on_ranks
-from subjects import NUM_FEATURES, Model, error, gradient
+from subjects import NUM_FEATURES, Model, error
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -233,13 +232,17 @@ def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
 )
 @on_ranks(4)
 def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
-    """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1."""
+    """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1.
+
+    Its group is a mesh of two dimensions, of one, or a process group.
+    """
     ends = [0, 6, 15, 22, 30]  # of the rows of each rank
     columns = 2 if name in VERBS else FORMS[name.removesuffix(" learned")].columns
     x = torch.randn(ends[-1], columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for size in (4, 2, 1):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for size, of_mesh in ((4, mesh), (2, mesh["shard"]), (2, None), (1, None)):
         groups = [group_of(*range(first, first + size)) for first in range(0, 4, size)]
-        group, first = groups[rank // size], ends[rank // size * size]
+        group, first = of_mesh or groups[rank // size], ends[rank // size * size]
         lone = [group_of(member) for member in range(4)][rank]
         whole = slice(first, ends[rank // size * size + size])
         of_pool = {"gather_distributed": False} if name not in VERBS else {"group": lone}
@@ -253,32 +256,6 @@ def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
             assert scale == 1 or error(found[1], of_own) >= 0.5  # the control
             is_same = fullrank.all_gather_with_grad(x, **options) is x
             assert is_same == (size == 1 and scale == 1)
-
-
-@pytest.mark.parametrize("form", ["subgroup", "mesh", "mesh of two dimensions"])
-@on_ranks(4)
-def test_groups_and_meshes(rank: int, form: str) -> None:
-    """Smooth-AP over half of the four ranks, or over a mesh; DDP has the same group."""
-    case = Case("smooth_ap", queue_size=32)
-    if form == "subgroup":
-        group = process_group = [group_of(0, 2), group_of(1, 3)][rank % 2]
-    else:
-        shape, names = ((4,), ("data",)) if form == "mesh" else ((2, 2), ("replicate", "shard"))
-        group, process_group = init_device_mesh("cpu", shape, mesh_dim_names=names), dist.group.WORLD
-    place, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    alone, spread = (gradient_cases.make_loss(case, local, None if local else group) for local in (True, False))
-    model = Model(num_outputs=1)
-    wrapped = DistributedDataParallel(model, process_group=process_group)
-    for index in range(3):
-        # Each sub-group trains on batches of its own.
-        step = gradient_cases.make_step(case, index + 10 * (rank % 2 if form == "subgroup" else 0))
-        own = part_of(step, split(step.features.shape[0], size, index), place)
-        model.zero_grad()
-        alone(model(step.features), step.targets).backward()
-        whole = gradient(model)
-        model.zero_grad()
-        spread(wrapped(own.features), own.targets).backward()
-        assert error(gradient(model), whole) <= 1e-12
 
 
 @on_ranks(2)

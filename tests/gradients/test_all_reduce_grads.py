@@ -12,6 +12,7 @@ import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
+from subjects import whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from workers import error_of
@@ -19,7 +20,7 @@ from workers import error_of
 from fullrank import all_reduce_grads_, sequence_sync_group
 from fullrank.gradients import all_reduce_grads
 
-SHAPES = [(3, 4), (), (5,), (0, 2), (2, 1, 3)]
+SHAPES = [(3, 4), (), (5,), (0, 2), (1, 6)]
 NUM_BYTES = 8 * (12 + 1 + 5 + 6)  # of all of them in float64
 
 HEADER, REDUCTION = "_allgather_base_.default", "allreduce_.default"
@@ -47,11 +48,6 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest relative difference."""
     pairs = [(one.double(), other.double()) for one, other in zip(found, expected) if one.numel()]
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_grad(grad: Any, parameter: nn.Parameter | None = None) -> list[nn.Parameter]:
@@ -128,47 +124,35 @@ def test_half_precision_is_added_in_float32(rank: int, dtype: str) -> None:
     assert int((sum(parts[1:], parts[0]) != expected).sum()) > 100  # the control: one by one
 
 
-@pytest.mark.parametrize("kind", ["plain", "dtensor"])
-@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(2, "plain"), pytest.param(3, "plain", marks=pytest.mark.full), (4, "shards")]
+)
+@on_ranks(...)
 def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(rank: int, kind: str) -> None:
-    """Parameter 0 has one on every rank, 1 on the last only, 2 on none, 3 and 4 on all but the first."""
-    world_size = dist.get_world_size()
-    has = {0: lambda r: True, 1: lambda r: r == world_size - 1, 2: lambda r: False}
-    holds = [[has.get(index, lambda r: r > 0)(r) for r in range(world_size)] for index in range(len(SHAPES))]
-    if kind == "plain":
-        parameters = make_parameters(rank, torch.float64, lambda index: holds[index][rank])
-    else:
-        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
-        parameters = [nn.Parameter(distribute_tensor(torch.zeros(s, dtype=torch.float64), mesh)) for s in SHAPES]
-        for index, parameter in enumerate(parameters):
-            value = part(rank, index, SHAPES[index])
-            parameter.grad = distribute_tensor(value, mesh) if holds[index][rank] else None
-    all_reduce_grads_(parameters, dist.group.WORLD)
+    """Parameter 0 has one on every rank, 1 on the last only, 2 on none, 3 and 4 on all but the first.
+
+    Or two copies of uneven and empty shards are added, over the other dimension of the mesh.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")) if kind == "shards" else None
+    group = dist.group.WORLD if mesh is None else mesh["copies"].get_group()
+    own, size = dist.get_rank(group), dist.get_world_size(group)
+    has = {0: lambda r: True, 1: lambda r: r == size - 1, 2: lambda r: False}
+    holds = [[has.get(index, lambda r: r > 0)(r) for r in range(size)] for index in range(len(SHAPES))]
+    parameters = make_parameters(own, torch.float64, lambda index: holds[index][own])
+    for index, plain in enumerate(parameters if mesh is not None else []):
+        given = mesh["shards"], [Shard(0) if plain.ndim else Replicate()]
+        parameters[index] = nn.Parameter(distribute_tensor(plain.detach(), *given))
+        parameters[index].grad = None if plain.grad is None else distribute_tensor(plain.grad, *given)
+    before = [p.grad for p in parameters]
+    all_reduce_grads_(parameters, group)
     assert [index for index, p in enumerate(parameters) if p.grad is None] == [2]
+    assert all(p.grad is grad for p, grad in zip(parameters, before) if grad is not None)
     for index in (0, 1, 3, 4):
         found = parameters[index].grad
-        assert type(found) is (Tensor if kind == "plain" else DTensor)
-        parts = [part(r, index, SHAPES[index]) for r in range(world_size) if holds[index][r]]
-        torch.testing.assert_close(local(found), sum(parts, torch.zeros_like(parts[0])), rtol=1e-15, atol=1e-15)
-
-
-@on_ranks(4)
-def test_uneven_and_empty_shards(rank: int) -> None:
-    """Of a 2 x 2 mesh, over its other dimension; one rank lacks a gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    copy, parameters = mesh["copies"].get_local_rank(), []
-    for index, length in enumerate((5, 1, 4)):
-        values = part(copy, index, (length, 3))
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh["shards"], [Shard(0)]))
-        if not (copy == 0 and index == 2):
-            parameter.grad = distribute_tensor(values, mesh["shards"], [Shard(0)])
-        parameters.append(parameter)
-    before = [p.grad for p in parameters]
-    all_reduce_grads_(parameters, mesh["copies"])
-    assert all(p.grad is grad for p, grad in zip(parameters, before) if grad is not None)
-    assert all(p.grad.placements == p.placements and p.grad.shape == p.shape for p in parameters)
-    expected = [part(0, index, (n, 3)) * (index < 2) + part(1, index, (n, 3)) for index, n in enumerate((5, 1, 4))]
-    assert worst([p.grad.full_tensor() for p in parameters], expected) <= 1e-15
+        assert type(found) is (Tensor if mesh is None else DTensor)
+        assert mesh is None or found.placements == parameters[index].placements
+        parts = [part(r, index, SHAPES[index]) for r in range(size) if holds[index][r]]
+        torch.testing.assert_close(whole(found), sum(parts, torch.zeros_like(parts[0])), rtol=1e-15, atol=1e-15)
 
 
 @on_ranks(4)

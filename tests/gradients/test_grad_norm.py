@@ -196,6 +196,17 @@ def stage_meshes() -> tuple[DeviceMesh, DeviceMesh]:
     return DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
 
 
+def lone(rows: int, rank: int) -> Case:
+    """Every placement on a mesh of which one dimension has one rank, and on that dimension alone."""
+    mesh = init_device_mesh("cpu", (rows, 4 // rows), mesh_dim_names=("rows", "columns"))
+    kinds, of_one = (Shard(0), Shard(1), Replicate()), mesh["rows" if rows == 1 else "columns"]
+    layouts: list[Any] = [(mesh, *both) for both in itertools.product(kinds, kinds)] + [
+        (of_one, kind) for kind in kinds
+    ]
+    full = {f"layout{number}": draw(number, 5, 4) for number in range(len(layouts))}
+    return Case([(name, place(full[name], *layout)) for name, layout in zip(full, layouts)], full)
+
+
 MODELS = ("hsdp", "tp_fsdp", "sequence_fsdp")  # FSDP2 alone: tests/conformance/test_equals_one_process.py
 CASES: dict[str, Callable[[int], Case]] = {
     "by_hand": by_hand,
@@ -203,6 +214,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "ep": functools.partial(expert_parallel, sharded=False),
     "ep_fsdp": functools.partial(expert_parallel, sharded=True),
     **{kind: functools.partial(pipeline, kind) for kind in ("pp", "pp_empty_stage", "pp_all_listed")},
+    "(1, W)": functools.partial(lone, 1),
+    "(W, 1)": functools.partial(lone, 4),
 }
 
 
@@ -254,28 +267,6 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: s
                 compared += 1
                 assert (grad - whole).norm() <= limit * alone[key].grad.norm(), (key, norm_type)
     assert compared > 0 or name == "pp_empty_stage"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["(1, W)", "(W, 1)", "(1,)"])
-@on_ranks()
-def test_a_dimension_of_one_rank(rank: int, shape: str) -> None:
-    """Every placement on meshes of which a dimension, or all, has one rank. Controls of what is sharded are below."""
-    size, pairs = dist.get_world_size(), (Shard(0), Shard(1), Replicate())
-    mesh = init_device_mesh("cpu", (1, size) if shape == "(1, W)" else (size, 1), mesh_dim_names=("rows", "columns"))
-    mesh = mesh["columns"] if shape == "(1,)" else mesh
-    layouts = list(itertools.product(pairs, repeat=mesh.ndim))
-    gradients = [draw(number, 5, 4) for number in range(len(layouts))]
-    parameters = [place(full, mesh, *layout) for full, layout in zip(gradients, layouts)]
-    for norm_type in (1.0, 2.0, math.inf):
-        found = fullrank.total_grad_norm(parameters, norm_type)
-        expected = torch.linalg.vector_norm(torch.cat([full.flatten() for full in gradients]), norm_type)
-        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
-    factor = MOST / torch.cat([full.flatten() for full in gradients]).norm()
-    clipped = [factor * full for full in gradients]  # before they are, in place
-    fullrank.clip_grad_norm_(parameters, MOST)
-    for parameter, full in zip(parameters, clipped):
-        torch.testing.assert_close(parameter.grad.full_tensor(), full, rtol=1e-5, atol=0)  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize(
