@@ -83,26 +83,6 @@ def _take_step(loss: nn.Module, rank: int, index: int) -> float:
     return float(loss(logits, torch.randint(0, 2, (5 + rank,), generator=generator)))
 
 
-@on_ranks(2)
-def test_an_argument_that_is_a_tensor_may_be_replaced(rank: int) -> None:
-    """In the third call, after two in which the facts had not changed; and it is compared."""
-
-    class WithMargins(fullrank.SmoothAPLoss):
-        own_arguments = ("margins",)
-
-        def __init__(self) -> None:
-            super().__init__(2, queue_size=4)
-            self.margins = torch.tensor([0.1, 0.2])
-
-    loss = WithMargins()
-    for index in range(2):
-        _take_step(loss, rank, index)
-    loss.margins = torch.tensor([0.3, 0.4])
-    _take_step(loss, rank, 2)
-    loss.margins = torch.tensor([0.3, 0.4 + rank])
-    assert_named(lambda: _take_step(loss, rank, 3), 1, "got margins: tensor")
-
-
 def assert_named(call: Callable[[], Any], odd_rank: int, *texts: str) -> None:
     """On every rank the same error, which says that something differs and on which rank."""
     found, text = common_error(call)
@@ -218,14 +198,19 @@ def test_damage_that_no_checksum_sees(rank: int) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @on_ranks(2)
-def test_an_argument_that_changes_in_place(rank: int) -> None:
-    """The same object as in the last call, with another value on one rank: seen in the second step."""
-    loss, logits, targets = fullrank.RecallAtQuantileLoss(1), torch.randn(4, 1), torch.tensor([0, 1, 0, 1])
-    loss.quantile = torch.tensor(0.3)
-    loss(logits, targets)
-    loss.quantile.fill_(0.3 + 0.3 * rank)
-    assert "quantile" in error_of(lambda: loss(logits, targets))[1]
+def test_an_argument_that_is_a_tensor(rank: int, in_place: bool) -> None:
+    """Another one on every rank, or the same object with another value, after two calls; then another on one rank."""
+    loss = fullrank.RecallAtQuantileLoss(2, queue_size=4)
+    for step, quantile in enumerate((0.2, 0.2, 0.3)):
+        if step == 0 or (not in_place and step > 1):
+            loss.quantile = torch.tensor(quantile)
+        loss.quantile.fill_(quantile)
+        _take_step(loss, rank, step)
+    different = torch.tensor(0.3 + 0.3 * rank)
+    loss.quantile = loss.quantile.copy_(different) if in_place else different
+    assert_named(lambda: _take_step(loss, rank, 3), 1, "got quantile: ")
 
 
 @on_ranks(2)

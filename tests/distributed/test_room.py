@@ -148,26 +148,16 @@ def test_rows_that_stay_on_their_ranks_need_no_room(rank: int) -> None:
     assert room_of(group).size == 0
 
 
+@pytest.mark.parametrize("inside", [partial(torch.device, "meta"), torch.inference_mode], ids=["meta", "inference"])
 @on_ranks(2)
-def test_the_default_device_is_not_asked(rank: int) -> None:
+def test_a_call_inside_a_default_device_or_inference_mode(rank: int, inside: Callable[[], Any]) -> None:
+    """As in a validation: what is kept of the call serves those outside of it. After the first call there is room."""
     group = dist.new_group()
-    for _ in range(2):
-        for counts in ([3, 3], [3, 4]):
-            own = own_rows(rank, counts, 2)
-            with torch.device("meta"):
-                found = fullrank.all_gather_no_grad(own, group)
-            assert torch.equal(found, rows_of_all(counts, 2))
-
-
-@on_ranks(2)
-def test_rows_of_a_shape_that_came_first_under_inference_mode(rank: int) -> None:
-    """As in a validation; what is kept of the call must serve those outside of the mode."""
-    group = dist.new_group()
-    fullrank.all_gather_no_grad(own_rows(rank, [9, 9], 2), group)  # there is room for fewer rows from now on
-    for counts in ([3, 3], [5, 4]):
+    for counts in ([9, 9], [3, 3], [5, 4]):
         rows = own_rows(rank, counts, 2)
-        with torch.inference_mode():
-            fullrank.all_gather_no_grad(rows, group)
+        with inside():
+            inner = fullrank.all_gather_no_grad(rows, group)
+        assert torch.equal(inner, rows_of_all(counts, 2))
         assert torch.equal(fullrank.all_gather_no_grad(rows, group), rows_of_all(counts, 2))
 
 

@@ -50,7 +50,7 @@ def test_scikit_learn_accepts_it() -> None:
     # A row of weight 2 is held out as one row, so that ten rows written out are split otherwise.
     names = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
     failing = dict.fromkeys(names, "rows are held out")
-    model = AveragePrecisionClassifier(Cs=(0.1, 10.0), max_iter=10)
+    model = AveragePrecisionClassifier(Cs=(0.1, 10.0), max_iter=2)
     check_estimator(model, on_skip=None, expected_failed_checks=failing, on_fail="raise")
 
 
@@ -209,34 +209,28 @@ def test_verbose_prints_the_start_each_iteration_and_the_result(rows: Rows, caps
     assert lines[-1].endswith(f"kept: iteration {model.best_iter_} of {model.n_iter_ - 1}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("Cs", ()), ("Cs", np.zeros(0)), ("max_iter", -1), ("budget", 0), ("budget", 1), ("objective", "auc")],
-)
-def test_arguments_that_do_not_fit(rows: Rows, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
-        AveragePrecisionClassifier(**{name: value}).fit(rows[0][:200], rows[1][:200])
+# Of the estimator, and of `fit`.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"Cs": none}, "^Cs: expected .* got ") for none in ((), np.zeros(0))),
+    ({"max_iter": -1}, "^max_iter: expected .* got "),
+    ({"objective": "auc"}, "^objective: expected .* got "),
+    *(({"budget": budget}, f"^budget: expected .*between 0 and 1, got {budget}\\.$") for budget in (0, 1, 101, 1.0)),
+    ({"budget": 5}, r"between 0 and 1, got 5\. 5 % is 0\.05\.$"),
+    ({"budget": 100}, r"between 0 and 1, got 100\. 100 % is 1\.$"),
+    ({"sample_weight": -np.ones(200)}, "sample_weight: expected numbers >= 0, got -1"),
+    ({"sample_weight": np.ones((200, 1))}, r"sample_weight: expected shape \(N,\), got \(200, 1\)"),
+    ({"groups": np.zeros(199)}, "inconsistent numbers of samples"),
+    ({"groups": np.zeros(200)}, "groups: "),
+    ({"groups": np.arange(200), "validation": (np.zeros((2, 4)), ["no", "yes"])}, "Pass one of them"),
+    ({"validation": (np.zeros((2, 4)), ["no", "maybe"])}, r"y of validation: expected .* got \['maybe'\]"),
+    ({"validation": (np.zeros((2, 3)), ["no", "yes"])}, "3 features"),
+    ({"validation": (np.zeros((2, 4)), ["no", "no"])}, "1 class"),
+]
 
 
-@pytest.mark.parametrize(("budget", "advice"), [(5, r" 5 % is 0\.05\."), (100, r" 100 % is 1\."), (101, ""), (1.0, "")])
-def test_a_budget_in_percent(rows: Rows, budget: float, advice: str) -> None:
-    with pytest.raises(ValueError, match=rf"between 0 and 1, got {budget}\.{advice}$"):
-        AveragePrecisionClassifier(budget=budget).fit(rows[0][:200], rows[1][:200])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sample_weight": -np.ones(200)}, "sample_weight: expected numbers >= 0, got -1"),
-        ({"sample_weight": np.ones((200, 1))}, r"sample_weight: expected shape \(N,\), got \(200, 1\)"),
-        ({"groups": np.zeros(199)}, "inconsistent numbers of samples"),
-        ({"groups": np.zeros(200)}, "groups: "),
-        ({"groups": np.arange(200), "validation": (np.zeros((2, 4)), ["no", "yes"])}, "Pass one of them"),
-        ({"validation": (np.zeros((2, 4)), ["no", "maybe"])}, r"y of validation: expected .* got \['maybe'\]"),
-        ({"validation": (np.zeros((2, 3)), ["no", "yes"])}, "3 features"),
-        ({"validation": (np.zeros((2, 4)), ["no", "no"])}, "1 class"),
-    ],
-)
-def test_rows_that_do_not_fit(rows: Rows, arguments: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(rows: Rows, arguments: dict[str, Any], message: str) -> None:
+    own = {name: value for name, value in arguments.items() if name in AveragePrecisionClassifier().get_params()}
+    of_rows = {name: value for name, value in arguments.items() if name not in own}
     with pytest.raises(ValueError, match=message):
-        AveragePrecisionClassifier().fit(rows[0][:200], rows[1][:200], **arguments)
+        AveragePrecisionClassifier(**own).fit(rows[0][:200], rows[1][:200], **of_rows)

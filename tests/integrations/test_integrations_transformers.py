@@ -6,7 +6,6 @@ import importlib.util
 import math
 import os
 import re
-import warnings
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -142,10 +141,9 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
 def hints_of(rank: int, recipe: str, folder: str, options: dict[str, Any]) -> list[str]:
     """Return the warnings about micro-batches of a training."""
     names = {"model": make_model("bert"), "arguments": make_arguments(folder, **options), "dataset": pooled_rows()}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with cases.hints() as found:
         run_block(recipe, names)
-    return [str(one.message) for one in caught if "pooled_backward" in str(one.message)]
+    return found
 
 
 def one_process() -> Any:
@@ -301,34 +299,22 @@ trainer.train()
 """
 )
 UNTYPED = re.sub(r"model\.loss_type = .*\n", "", CAUSAL)
-MEAN = """
+OWN_FUNC = """
 from transformers import Trainer
 
-from fullrank import causal_lm_loss
-
-
-def mean_loss(outputs, labels, num_items_in_batch=None):
-    return causal_lm_loss(outputs.logits, labels)
-
-
-trainer = Trainer(model=model, args=arguments, train_dataset=dataset, compute_loss_func=mean_loss)
-trainer.train()
-"""
-POOLED_FUNC = """
-from transformers import Trainer
-
-from fullrank import SmoothAPLoss
+from fullrank import SmoothAPLoss, causal_lm_loss
 
 loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)
 
 
-def pooled_func(outputs, labels, num_items_in_batch=None):
-    return loss_fn(outputs.logits, labels)
+def own_func(outputs, labels, num_items_in_batch=None):
+    return LOSS(outputs.logits, labels)
 
 
-trainer = Trainer(model=model, args=arguments, train_dataset=dataset, compute_loss_func=pooled_func)
+trainer = Trainer(model=model, args=arguments, train_dataset=dataset, compute_loss_func=own_func)
 trainer.train()
 """
+MEAN, POOLED_FUNC = (OWN_FUNC.replace("LOSS", name) for name in ("causal_lm_loss", "loss_fn"))
 SCHEDULED = POOLED.replace(
     "loss_fn = SmoothAPLoss(num_classes=1, queue_size=64, temperature=0.5)",
     "from test_integrations_transformers import make_schedule\n\nloss_fn = make_schedule()",
