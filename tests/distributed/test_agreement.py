@@ -43,6 +43,7 @@ NAMED: dict[str, Any] = {
 
 CHECKPOINTED: dict[str, Any] = {
     "smooth_ap": lambda x, y: fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)(x, y),
+    "sharded": lambda x, y: ShardedLoss(fullrank.SmoothAPLoss(temperature=0.5))(x, y),
     "focal": lambda x, y: fullrank.SigmoidFocalLoss()(x, y[:, None].to(x)),
     "gather": lambda x, y: fullrank.all_gather_with_grad(x).square().sum(),
     # What comes after the mean is saved: else the non-re-entrant form stops before it, and there is nothing to refuse.
@@ -50,33 +51,20 @@ CHECKPOINTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", CHECKPOINTED)
+@pytest.mark.parametrize(
+    "call", ["smooth_ap", "sharded", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CHECKPOINTED][2:])]
+)
 @on_ranks(2)
 def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
-    """The non-re-entrant form runs the forward twice, once in backward; so does the re-entrant one."""
-    for reentrant in (False, True):
+    """Where it is, and nobody waits: both forms run the forward twice, once in backward. No backward communicates."""
+    for reentrant, odd_ranks in ((False, (0,)), (False, (0, 1)), (True, (0, 1))):
         logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
-        value = checkpoint(CHECKPOINTED[call], logits, targets, use_reentrant=reentrant)
-        kind, text = error_of(value.backward)
-        assert kind == "RuntimeError"
-        assert "call the loss outside checkpoint" in text
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["gathered", "sharded"])
-@on_ranks(2)
-def test_a_loss_inside_checkpoint_on_one_rank_raises_there_and_nobody_waits(rank: int, is_sharded: bool) -> None:
-    """Without a wrapper: no backward of these losses communicates."""
-    gathered = fullrank.SmoothAPLoss(temperature=0.5)
-    loss = ShardedLoss(gathered) if is_sharded else gathered
-    for _ in range(2):
-        logits, targets = torch.randn(4, 1, requires_grad=True), torch.tensor([0, 1, 0, 1])
-        value = checkpoint(loss, logits, targets, use_reentrant=False) if rank == 0 else loss(logits, targets)
-        kind, text = error_of(value.backward)
-        assert kind == ("none" if rank else "RuntimeError")
-        assert ("call the loss outside checkpoint" in text) == (rank == 0)
-        losses = fullrank.all_gather_no_grad(loss(logits, targets)[None])
-        assert losses[0] == losses[1]
+        inside = partial(checkpoint, CHECKPOINTED[call], use_reentrant=reentrant)
+        kind, text = error_of((inside if rank in odd_ranks else CHECKPOINTED[call])(logits, targets).backward)
+        assert kind == ("RuntimeError" if rank in odd_ranks else "none")
+        assert ("call the loss outside checkpoint" in text) == (rank in odd_ranks)
+        values = fullrank.all_gather_no_grad(CHECKPOINTED[call](logits, targets)[None])
+        assert values[0] == values[1] or call == "gather"  # of which each rank has its own part
 
 
 @on_ranks()
