@@ -91,13 +91,7 @@ def test_buckets_are_filled() -> None:
     tensors.insert(1, torch.empty(quarter, dtype=torch.bfloat16, device="meta"))  # travels as float32
     sizes = [[(tensor.dtype, tensor.numel() / quarter) for tensor in bucket] for bucket in buckets(tensors)]
     wide, narrow = torch.float32, torch.bfloat16
-    assert sizes == [
-        [(wide, 1), (wide, 3)],
-        [(wide, 1 / quarter), (wide, 1)],
-        [(wide, 5)],
-        [(narrow, 1)],
-        [(wide, 1)],
-    ]
+    assert sizes == [[(wide, 1), (wide, 3)], [(wide, 1 / quarter), (wide, 1)], [(wide, 5)], [(narrow, 1)], [(wide, 1)]]
 
 
 @on_ranks()

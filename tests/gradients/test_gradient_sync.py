@@ -59,11 +59,7 @@ def text_of(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
-        (
-            {"micro_step": 2, "num_micro_steps": 2},
-            ValueError,
-            r"micro_step: expected an int in \[0, 2\), got 2. It counts",
-        ),
+        ({"micro_step": 2, "num_micro_steps": 2}, ValueError, r"expected an int in \[0, 2\), got 2. It counts"),
         ({"micro_step": -1, "num_micro_steps": 2}, ValueError, "micro_step: expected an int >= 0, got -1."),
         ({"micro_step": 0, "num_micro_steps": 0}, ValueError, "num_micro_steps: expected an int >= 1, got 0."),
         ({"micro_step": 0.0, "num_micro_steps": 1}, TypeError, "micro_step: expected an int, got 0.0."),
