@@ -14,6 +14,7 @@ from typing import Any
 import integration_cases as cases
 import pytest
 import torch
+from loss_cases import FORMS
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -391,17 +392,9 @@ def test_half_precision_rounds_no_row_of_a_queue(dtype: torch.dtype) -> None:
     assert torch.equal(new.loss_fn.queue.rows().logits, model.loss_fn.queue.rows().logits)
 
 
-STATELESS = {
-    "smooth_ap": lambda: losses.SmoothAPLoss(1, temperature=0.2),
-    "recall": losses.RecallAtQuantileLoss,
-    "pauc": lambda: losses.PAUCAtBudgetLoss(1),
-    "ndcg": losses.NDCGLoss,
-    "info_nce": lambda: losses.InfoNCELoss(0.2),
-    "sup_con": losses.SupConLoss,
-    "retrieval": losses.RetrievalSmoothAPLoss,
-    "combined": lambda: losses.CombinedLoss({"ap": losses.SmoothAPLoss(1)}, {"ap": 2.0}),
+STATELESS: dict[str, Make] = {
+    **{name: form.make for name, form in FORMS.items() if form.is_first and form.loss.module and name != "warm_up"},
     "sharded": lambda: fullrank.large.ShardedLoss(losses.SmoothAPLoss(1)),
-    "focal": losses.SigmoidFocalLoss,
 }
 
 
