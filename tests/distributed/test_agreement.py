@@ -23,11 +23,6 @@ from fullrank.metrics import RecallAtQuantile
 # --- agreement ---------------------------------------------------------------------------------------------------
 
 
-class _Speechless:
-    def __repr__(self) -> str:
-        raise OSError("no text")
-
-
 def in_warm_up(name: str | None) -> fullrank.LossWarmupWrapper:
     """Return a wrapper whose losses have names."""
     warmup = fullrank.SoftmaxFocalLoss(name=name and f"{name} warm-up")
@@ -83,7 +78,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "meta": ({"totals": [torch.ones((), device="meta")]}, "meta"),
     "two elements": ({"totals": [torch.ones(2)]}, "2 elements"),
     "text": ({"totals": ["x"]}, "not a float"),
-    "repr": ({"facts": {"fact": _Speechless()}}, "no text"),
 }
 
 
