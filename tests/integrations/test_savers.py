@@ -71,6 +71,8 @@ MODULES: dict[str, tuple[Make, Callable[..., Tensor]]] = {
     ),
     "sharded": (lambda: fullrank.large.ShardedLoss(losses.SmoothAPLoss(1)), pooled),
 }
+# One of each kind of state: queue, draws and temperature; a parameter; weights; a schedule.
+KINDS = ("smooth_ap", "info_nce_learned", "combined", "warm-up")
 
 
 def make_loss(name: str, change: float = 2.0) -> Any:
@@ -305,7 +307,7 @@ def test_the_next_losses_are_those_of_the_saved_model(name: str, saver: str, tmp
     assert steps(without, 4, 5, 6) != wanted
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in KINDS)) for n in MODULES])
 def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -339,8 +341,7 @@ def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
 
 # Of a model whose net is under FSDP2 every module that does not gather by itself, and a few of those in other wrappers.
 WRAPPED = [(name, "fsdp of the net") for name in MODULES if name != "sharded"]
-WHOLE = ("smooth_ap", "info_nce_learned", "combined", "warm-up")
-WRAPPED += [(name, wrapper) for name in WHOLE for wrapper in ("ddp", "compile", "fsdp")]
+WRAPPED += [(name, wrapper) for name in KINDS for wrapper in ("ddp", "compile", "fsdp")]
 
 
 @pytest.mark.parametrize(("name", "wrapper"), WRAPPED)
