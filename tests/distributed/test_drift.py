@@ -201,16 +201,20 @@ def test_damage_that_no_checksum_sees(rank: int) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @on_ranks(2)
 def test_an_argument_that_is_a_tensor(rank: int, in_place: bool) -> None:
-    """Another one on every rank, or the same object with another value, after two calls; then another on one rank."""
-    loss = fullrank.RecallAtQuantileLoss(2, queue_size=4)
-    for step, quantile in enumerate((0.2, 0.2, 0.3)):
-        if step == 0 or (not in_place and step > 1):
-            loss.quantile = torch.tensor(quantile)
-        loss.quantile.fill_(quantile)
-        _take_step(loss, rank, step)
-    different = torch.tensor(0.3 + 0.3 * rank)
-    loss.quantile = loss.quantile.copy_(different) if in_place else different
-    assert_named(lambda: _take_step(loss, rank, 3), 1, "got quantile: ")
+    """After two calls another one on every rank, or the same object with other values; then on one rank."""
+
+    class WithMargins(fullrank.SmoothAPLoss):
+        own_arguments = ("margins",)
+
+    loss = WithMargins(2, queue_size=4)
+    loss.margins = torch.tensor([0.1, 0.2])
+    for step, margin in enumerate((0.2, 0.2, 0.4, 0.4 + rank)):
+        if step > 1:
+            new = torch.tensor([0.1, margin])
+            loss.margins = loss.margins.copy_(new) if in_place else new
+        if step < 3:
+            _take_step(loss, rank, step)
+    assert_named(lambda: _take_step(loss, rank, 3), 1, "got margins: tensor")
 
 
 @on_ranks(2)
