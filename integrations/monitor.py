@@ -11,7 +11,6 @@ from ..errors import warn
 from ..losses import LossWarmupWrapper
 from ..losses.base import CurrentTemperature, HoldsQueue
 from ..losses.embeddings.pairs import PairLoss
-from ..losses.hints import accumulation_hint
 from ..losses.pooled.base import RankingLoss
 from ..losses.pooled.pool import PoolCounts
 
@@ -31,7 +30,11 @@ def warn_of_accumulation(module: nn.Module, argument: str, number: int, how: str
         loss = next((loss for loss in module.modules() if isinstance(loss, HoldsQueue)), None)
         if loss is not None:
             _WARNED.add(module)
-            warn(f"{type(loss).__name__}: {accumulation_hint(argument, how)}")
+            warn(
+                f"{type(loss).__name__}: {argument} is greater than 1, so each call compares the rows of one "
+                "micro-batch alone, and the losses are averaged or added up. That is not the loss of all rows: use "
+                f"fullrank.pooled_backward for the micro-batches of a step ({how}), or larger batches and {argument}=1."
+            )
 
 
 class Monitor:

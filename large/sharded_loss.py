@@ -211,12 +211,13 @@ class ShardedLoss(nn.Module):
         loss, pool = self.loss, shard.pool
         if loss.training and loss.pool_counts is not None:
             loss.pool_counts.add(sum(shard.positives) / loss.num_classes, per_class)
-        if loss.training and loss.validate_args and loss._hints.should_observe():
+        value = reduce_values(per_class, loss.reduction, pool.scores.dtype, over_ranks=True)
+        if loss._hints.should_observe(loss, value):
             # Without this rank's rows. A hint about them would be given on some ranks only, and where warnings are
             # errors it would stop only these ranks.
             rows = rows.take(rows.targets.new_zeros(0).long())
-            loss._hints.observe(loss._setting(shard.num_rows), rows, per_class.valid)
-        return reduce_values(per_class, loss.reduction, pool.scores.dtype, over_ranks=True)
+            loss._hints.observe(rows, per_class.valid)
+        return value
 
 
 def check_shardable(loss: Any) -> Any:

@@ -28,12 +28,16 @@ from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows
 from ..queues.saved_state import SavedState, as_saved, from_saved
 from .arguments import completed
+from .hints import hints_of
 
 # The advice in the error when ranks differ in a fact.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
-_SAME_MODE = "Call train() or eval() on every rank; gather_distributed=False lets a rank work alone."
+_SAME_MODE = (
+    "Call train() or eval(), and enable or disable gradients, on every rank; gather_distributed=False lets a rank work "
+    "alone."
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,6 +101,7 @@ class DistributedLoss(nn.Module):
         self.gradient_reduction = check_gradient_reduction(gradient_reduction)
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
+        self._hints = hints_of(type(self).__name__, name)
         # Set by a module that contains this loss, such as a schedule, so that ranks whose schedules differ raise.
         self._surrounding_facts: dict[str, State] = {}
 
@@ -225,8 +230,8 @@ class HoldsQueue(CurrentTemperature):
     Args:
         queue_size: number of rows of earlier steps to keep, a cross-batch memory; 0 for none. The live rows are
             compared with them too. Queued rows have no loss of their own, carry no gradient and are the same on every
-            rank. The live rows enter after the loss is computed. In eval mode no queued row is used and none enters.
-            Rows with a non-finite number never enter.
+            rank. The live rows enter after the loss is computed, unless gradients are disabled. In eval mode no
+            queued row is used and none enters. Rows with a non-finite number never enter.
         num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
     """
 
@@ -240,7 +245,12 @@ class HoldsQueue(CurrentTemperature):
         self.queue_size = check_count("queue_size", queue_size, 0)
         if num_features is not None:
             check_count("num_features", num_features, 1)
-        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self._set_queue(MemoryQueue(queue_size, num_features, ignore_index))
+
+    def _set_queue(self, queue: MemoryQueue) -> None:
+        self.queue = queue
+        if queue.capacity:
+            self._hints.count_queue()
 
     def _queued_rows(self) -> QueueRows | None:
         """Return the queued rows that this call uses, None if it uses none."""
@@ -248,7 +258,8 @@ class HoldsQueue(CurrentTemperature):
 
     @property
     def _enqueues(self) -> bool:
-        return self.queue_size > 0 and (self.training or self.update_queue_in_eval)
+        # A validation of which only the model is in eval mode calls the loss without gradients.
+        return self.queue_size > 0 and (self.update_queue_in_eval or (self.training and torch.is_grad_enabled()))
 
     @property
     def _ranks_queue(self) -> bool:

@@ -17,7 +17,7 @@ import device as simulated
 import lines
 import pytest
 import torch
-from workers import THREADS, WorkerPool, close_pools, get_pool
+from workers import THREADS, WorkerPool, close_pools, forget_hints, get_pool
 
 # The shared subjects, data and tables of the tests over ranks, and the trainings. The workers inherit the path.
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("conformance", "integrations")]
@@ -139,3 +139,9 @@ def no_waits(device: torch.device) -> Callable[[], AbstractContextManager[None]]
 def simulated_device() -> ModuleType:
     """The module device.py, for tests that count waits and launches on the simulated accelerator."""
     return simulated
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_hints() -> None:
+    """Warn again in each test of what a loss of the same class was warned of in one before it."""
+    forget_hints()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -43,6 +44,7 @@ def _serve(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> 
     while (task := tasks.get()) is not None:
         test, function, args = task
         lines.begin(test)
+        forget_hints()
         try:
             results.put((rank, True, function(rank, *args)))
         except BaseException:
@@ -151,6 +153,12 @@ def close_pools() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+
+
+def forget_hints() -> None:
+    """Let the losses give again what they warn of once: a test does not depend on those before it."""
+    if "fullrank.losses.hints" in sys.modules:
+        sys.modules["fullrank.losses.hints"]._HINTS.clear()
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:

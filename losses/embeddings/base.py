@@ -26,7 +26,7 @@ from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
 from ..arguments import completed
 from ..base import GroupOptions, HoldsQueue
-from ..hints import Empty, Hints
+from ..hints import Empty
 from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
 
 T = TypeVar("T")
@@ -75,7 +75,6 @@ class ContrastiveLoss(HoldsQueue):
         if not isinstance(normalize, bool):
             raise TypeError(expected("normalize", "True or False", normalize))
         self.normalize = normalize
-        self._hints = Hints(type(self).__name__)
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 
     def _checked(self, **given: Tensor) -> dict[str, Tensor]:

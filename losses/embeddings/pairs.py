@@ -195,8 +195,13 @@ class PairLoss(ContrastiveLoss):
         if has_values(loss):
             if self._enqueues:
                 self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels)
-            if self.validate_args and self.training and self._hints.should_observe() and group is not None:
+            if self._hints.should_observe(self, loss) and group is not None:
                 self._hints.observe_ranks(agreed.rows, [of_keys.live.rows, of_queries.live.rows])
+                self._hints.observe_labels(agreed.rows, of_keys.live.labels)
+                if mask is not None:
+                    self._hints.observe_ranks(agreed.rows, [of_keys.live.guide], "mask")
+                for side in further:
+                    self._hints.observe_ranks(side.counts, [side.live.rows], "negatives")
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

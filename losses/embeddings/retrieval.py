@@ -21,7 +21,6 @@ from ...kernels.spread import MOST_SCORES, evenly_spaced, spread_of
 from ...queues.memory_queue import QueueRows
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
-from ..hints import Hints
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_values
 from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
 from .base import NO_PAIR
@@ -134,7 +133,6 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         self._start_temperature(check_temperature(temperature, automatic=True))
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
-        self._hints = Hints(type(self).__name__)
 
     @completed(DistributedLoss)
     @not_compiled
@@ -170,10 +168,11 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             self._last_temperature = temperature
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
-            if self.validate_args and self.training and self._hints.should_observe():
+            if self._hints.should_observe(self, loss):
                 self._hints.observe_valid(valid, NO_RANKING)
                 if group is not None:
                     self._hints.observe_ranks(agreed.rows, rows)
+                    self._hints.observe_labels(agreed.rows, rows[1])
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -133,10 +133,12 @@ class SupConLoss(ContrastiveLoss):
         loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
             self.queue.enqueue(*sides[-1].candidates[:2])
-        if self.validate_args and self.training and self._hints.should_observe():
+        if self._hints.should_observe(self, loss):
             self._hints.observe_valid(has_pair, NO_PAIR)
-            if group is not None and not others:
-                self._hints.observe_ranks(agreed.rows, anchors.live)
+            if group is not None:
+                self._hints.observe_ranks(sides[-1].counts, sides[-1].live, "reference" if others else "rows")
+                views = embeddings.shape[1] if embeddings.ndim == 3 else 1
+                self._hints.observe_labels([count // views for count in agreed.rows], anchors.live.labels[::views])
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -26,7 +26,7 @@ from ...queues.memory_queue import Keep, MemoryQueue, QueueRows
 from ...queues.saved_state import as_saved, from_saved
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
-from ..hints import Empty, Hints, Setting
+from ..hints import Empty
 from ..rows import TENSORS, Batch, TargetRule, check_batch, compute_dtype, has_values
 from .pool import (
     REDUCTIONS,
@@ -43,7 +43,6 @@ from .pool import (
 )
 
 _SEED = 0x66756C6C  # with the number of the draw it determines which rows are drawn
-_FEWEST = 10  # rows above a threshold. In benchmarks/own_metric.py a band of 5 lowered the metric, one of 13 did not.
 NO_QUERY = Empty(
     "no query had both a positive and a negative",
     "Keep the rows of a query in one batch, such as with fullrank.data.MPerClassSampler(indexes, m, batch_size), or "
@@ -65,8 +64,8 @@ class RankingLoss(HoldsQueue):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
     The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
-    gradient. The live rows enter the queue after the loss is computed. In eval mode the pool is the live rows, and none
-    is enqueued.
+    gradient. The live rows enter the queue after the loss is computed, unless gradients are disabled. In eval mode the
+    pool is the live rows, and none is enqueued.
 
     A subclass defines :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and sets
     ``spread_multiple`` if its temperature can be automatic. A subclass without a temperature sets
@@ -75,7 +74,7 @@ class RankingLoss(HoldsQueue):
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
         queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
-        update_queue_in_eval: let rows enter the queue in eval mode too.
+        update_queue_in_eval: let rows enter the queue in eval mode and without gradients too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
             ``"negatives"`` with a pointwise loss: the queued scores are constant, so all live scores may rise together.
@@ -126,9 +125,8 @@ class RankingLoss(HoldsQueue):
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
         self.multi_hot = multi_hot
         self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
-        self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        self._set_queue(MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot))
         self._num_draws = 0
-        self._hints = Hints(type(self).__name__)
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
 
     @overload
@@ -206,19 +204,15 @@ class RankingLoss(HoldsQueue):
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
         live, counts = self._check_and_gather(given)
         pool, has_queries = self._make_pool(live), live.indexes is not None
-        is_hinted = self.validate_args and self.training and has_values(live.logits)
-        is_observed = is_hinted and self._hints.should_observe(per_query=has_queries)
-        if is_observed and self._hints.looks_for_all and not has_queries:
-            _ = pool.scores  # made before the formula, which then uses them, so that a hook sees their gradient
-        is_full = not self.queue_size or len(self.queue) == self.queue_size
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
-        if is_observed and counts is not None:
-            self._hints.observe_ranks(counts, live.tensors)
-        if is_observed and has_queries:
-            self._hints.observe_valid(per_class.valid, NO_QUERY)
-        elif is_observed:
-            self._observe(live, pool, per_class, is_full)
+        if has_values(live.logits) and self._hints.should_observe(self, loss):
+            if counts is not None:
+                self._hints.observe_ranks(counts, live.tensors)
+            if has_queries:
+                self._hints.observe_valid(per_class.valid, NO_QUERY)
+            else:
+                self._hints.observe(live, per_class.valid)
         return loss, per_class
 
     # The steps of a call, in the order in which they run.
@@ -315,19 +309,6 @@ class RankingLoss(HoldsQueue):
             self.queue.enqueue(*live[:4], num_stored=live.num_stored)
         return loss
 
-    def _observe(self, live: Batch, pool: Pool, per_class: PerClass, is_full: bool) -> None:
-        """Look for hints about a pool; ``is_full`` says whether its queue was, if there is one."""
-        setting = self._setting(pool.rows.logits.shape[0])
-        self._hints.observe(setting if is_full else setting._replace(small_pool=None), live, per_class.valid)
-        if self._hints.looks_for_all and setting.temperature is not None:
-            positive = pool.positive if pool.live is None else pool.positive & pool.live
-            if pool.weight is not None:
-                positive = positive & (pool.weight > 0)
-            self._hints.watch_positives(pool.scores, positive, *per_class, setting.temperature)
-
-    def _setting(self, num_rows: int) -> Setting:
-        return Setting(self.temperature if self.has_temperature else None, None)
-
     # The facts that the ranks compare, and the state.
 
     @property
@@ -374,18 +355,6 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
         weight,
         complete=live.complete and not live.rule.multi_hot,  # a row whose target is ignored never enters the queue
         rule=live.rule,
-    )
-
-
-def few_rows(argument: str, share: float, num_rows: int) -> str | None:
-    """Return the hint for a hard threshold, if the share ``argument`` of a pool is too few rows; otherwise None."""
-    if num_rows * share >= _FEWEST:
-        return None
-    return (
-        f"{argument}={share:g} is {num_rows * share:.2g} of the {num_rows} rows of the pool, and so few make a "
-        f"threshold that moves from batch to batch. Make the pool at least {_FEWEST}/{argument} = "
-        f"{_FEWEST / share:.0f} rows, by larger batches or queue_size, raise {argument}, or use surrogate='dro', "
-        "which has no threshold."
     )
 
 

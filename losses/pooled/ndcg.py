@@ -23,7 +23,7 @@ from ...kernels.spread import spread_of
 from ...kernels.torch_private import is_followed
 from ..arguments import completed
 from ..base import CurrentTemperature, DistributedLoss, GroupOptions
-from ..hints import Empty, Hints
+from ..hints import Empty
 from ..rows import (
     check_device,
     check_values,
@@ -113,7 +113,6 @@ class NDCGLoss(CurrentTemperature):
         self.top = None if top is None else check_count("top", top, 1)
         self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self.ignore_index = check_int("ignore_index", ignore_index)
-        self._hints = Hints(type(self).__name__)
 
     @completed(DistributedLoss)
     @not_compiled
@@ -154,8 +153,7 @@ class NDCGLoss(CurrentTemperature):
             agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = agreed.tensors
         loss = self._loss(*rows)
-        is_hinted = self.validate_args and self.training and has_values(loss)
-        if is_hinted and self._hints.should_observe(per_query=indexes is not None):
+        if has_values(loss) and self._hints.should_observe(self, loss):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
             if group is not None:
                 self._hints.observe_ranks(agreed.rows, rows)

@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
 from ..base import compiled_where_local
-from ..hints import Setting
 from ..rows import Batch, has_values
-from .base import PoolOptions, RankingLoss, few_rows
+from .base import PoolOptions, RankingLoss
 from .pauc_surrogates import (
     SMALLEST_SCALE,
     TEMPERATURE,
@@ -367,11 +366,6 @@ class PAUCAtBudgetLoss(RankingLoss):
             f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
             f"band, or try {other}.",
         )
-
-    def _setting(self, num_rows: int) -> Setting:
-        if self.surrogate == "dro":  # it has no temperature, and no band that could be empty
-            return Setting(None, None)
-        return super()._setting(num_rows)._replace(small_pool=few_rows("beta", self.beta, num_rows))
 
     def _check_settings(self) -> None:
         # Without the temperature: a schedule may have assigned one, although "dro" does not use it.

@@ -11,8 +11,7 @@ from ...errors import check_choice, check_share
 from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
-from ..hints import Setting
-from .base import PoolOptions, RankingLoss, few_rows
+from .base import PoolOptions, RankingLoss
 from .pauc_surrogates import PartialArea, check_used
 from .pool import (
     PerClass,
@@ -214,17 +213,6 @@ class RecallAtQuantileLoss(RankingLoss):
             return soft_maximum(pool, self.quantile).per_class
         pool, temperature = self._at_temperature(pool)
         return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
-
-    def _setting(self, num_rows: int) -> Setting:
-        setting, argument = super()._setting(num_rows), None
-        if self.quantile > 0.5:
-            argument = (
-                f"quantile={self.quantile:g} puts the threshold below that share of the rows. For the "
-                f"{100 * (1 - self.quantile):.4g} % with the highest scores pass quantile={1 - self.quantile:.4g}."
-            )
-        if self.form == "dro":  # it has no temperature, and no threshold
-            return Setting(None, None, argument)
-        return setting._replace(small_pool=few_rows("quantile", self.quantile, num_rows), argument=argument)
 
     def _check_settings(self) -> None:
         check_choice("surrogate", self.surrogate, _SURROGATES)

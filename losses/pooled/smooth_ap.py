@@ -88,8 +88,8 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
     """Return the loss of each class, or of each query, and the temperature; None follows the spread of the scores."""
     rows, rule = pool.rows, pool.rows.rule
     if pool.is_of_rows and not (rows.indexes is not None or rule.multi_hot or pool.drops_queued_positives):
-        # A kernel for the common case reads the rows as they are. It returns None where it does not apply. A hint that
-        # looks at the gradient of the scores has made them, and a subclass may have assigned others.
+        # A kernel for the common case reads the rows as they are, unless a subclass has assigned others. It returns
+        # None where it does not apply.
         weight, key_weight = (None, None) if rows.sample_weight is None else (pool.weight, pool.key_weight)
         settings = rule.ignore_index, temperature, spread_multiple
         result = try_in_c(rows.logits, rows.targets, weight, key_weight, *settings)

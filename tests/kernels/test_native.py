@@ -141,7 +141,7 @@ def test_a_small_pool_in_one_step(
     num_classes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the third call on the module takes the short way, which is the long one to the last bit."""
+    """The module takes the short way, which is the long one to the last bit."""
     file = sys.modules[fullrank.SmoothAPLoss.__module__]
     counted, plain = [], file.try_in_c
     monkeypatch.setattr(file, "try_in_c", lambda *given: counted.append(plain(*given)) or counted[-1])
@@ -160,7 +160,7 @@ def test_a_small_pool_in_one_step(
         assert torch.equal(*values)
         assert torch.equal(logits[0].grad, logits[1].grad)
     assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][-1], rel=0)
-    assert [found is not None for found in counted] == [True, True]  # calls 3 and 5; hints look at calls 1, 2 and 4
+    assert [found is not None for found in counted] == [True] * 5
     kept = loss(logits[0], targets)
     (gradient,) = torch.autograd.grad(kept, logits[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second"):
@@ -284,7 +284,7 @@ def test_a_subclass_with_another_formula_never_takes_the_step() -> None:
     x, targets = normal(40, 3).float(), torch.arange(40) % 3
     for kind in (Fewer, Weighted):
         loss = kind(3, temperature=0.1)
-        values = [loss(x, targets).item() for _ in range(6)]  # hints make the scores in some of them
+        values = [loss(x, targets).item() for _ in range(6)]
         assert values == values[:1] * 6
         assert values[0] != fullrank.SmoothAPLoss(3, temperature=0.1)(x, targets).item()
     half, wide, plain = (kind(3, gather_distributed=False) for kind in (Half, Wide, fullrank.SmoothAPLoss))

@@ -181,7 +181,6 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CHANGED)
-@pytest.mark.filterwarnings("ignore:RecallAtQuantileLoss. .* live positives had no gradient")  # "wide" is a misuse
 def test_float32_recall(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a queue of other scores too, so that the live rows are far from the threshold.
 

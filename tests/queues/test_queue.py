@@ -203,6 +203,31 @@ def test_in_eval_mode_validation_rows_are_ranked_among_themselves(name: str) -> 
     assert not torch.equal(value, alone)  # the control: these rows rank otherwise against the queue
 
 
+def rows_of(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of a step that is the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(step)
+    logits = torch.randn(24, 1, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 2, (24,), generator=generator)
+    own = slice(24 * rank // world_size, 24 * (rank + 1) // world_size)
+    return logits[own].requires_grad_(), targets[own]
+
+
+@on_ranks(2)
+def test_a_loss_in_train_mode_keeps_its_queue_in_a_validation_without_gradients(rank: int) -> None:
+    """In the first step and later. The control: a loss that lets rows enter. All raise if one rank alone has none."""
+    plain = fullrank.SmoothAPLoss(1, queue_size=100), fullrank.SupConLoss(queue_size=100)
+    for loss, enters in ((plain[0], 0), (plain[1], 0), (fullrank.SmoothAPLoss(1, 100, update_queue_in_eval=True), 1)):
+        for step in range(3):
+            own = [column[5 * rank :] for column in rows_of(step, rank, 2)]
+            for context, number in ((torch.no_grad, enters), (torch.inference_mode, enters), (torch.enable_grad, 1)):
+                before = loss.queue.position[2]
+                with context():
+                    loss(*own)
+                assert loss.queue.position[2] - before == 19 * number
+    with torch.set_grad_enabled(rank == 0):
+        assert "enqueues rows: True on rank 0, False on rank 1" in error_of(lambda: plain[0](*rows_of(3, rank, 2)))[1]
+
+
 def test_validation_draws_no_rows_for_the_queue_and_reads_it_through_a_warm_up_on_request() -> None:
     main = fullrank.SmoothAPLoss(num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30)
     loss = fullrank.LossWarmupWrapper(fullrank.SigmoidFocalLoss(), main, warmup_steps=0)
