@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..distributed.group import resolve_group
 from ..distributed.header import Offer, agree_on
-from ..errors import check_count, check_int, expected
+from ..errors import check_count, check_int, expected, warn
 from ..kernels.registration import exact
 from ..losses.arguments import completed
 from ..losses.embeddings.base import blocks_of_scores
@@ -20,6 +20,8 @@ from ..losses.rows import checked_embeddings, unit_rows
 from .torchmetrics_private import GatheredMetric
 
 _BOTH, _QUERY, _KEY = range(3)  # what a row is
+_PAIRED = torch.iinfo(torch.int64).min  # stands for the label of a pair until all pairs are numbered
+_FEWEST_PAIRS = 16  # with fewer, labels of few classes may look like numbers
 _MOST_VALUES = 7  # with the number of queries they fit into one header
 
 
@@ -69,7 +71,7 @@ class EmbeddingMetric(GatheredMetric):
     def update(
         self,
         embeddings: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         *,
         references: Tensor | None = None,
         reference_labels: Tensor | None = None,
@@ -77,26 +79,34 @@ class EmbeddingMetric(GatheredMetric):
         """Add rows, each a query that ranks all others, or with ``references`` queries and the rows that they rank.
 
         The references of all updates and ranks are ranked for every query. Updates of queries alone, or of references
-        alone, pass (0, D) for the other.
+        alone, pass (0, D) for the other. For pairs, such as images and texts, leave the labels out: row i of the
+        references is right for row i of the embeddings, in this update on this rank alone.
 
         Args:
             embeddings: (N, D) of any floating dtype.
-            labels: (N,) or (N, 1) integers or bools. For pairs, such as images and texts, a number of the pair.
-            references: (M, D), the rows to rank; they are no queries.
-            reference_labels: (M,) or (M, 1).
+            labels: (N,) or (N, 1) integers or bools, with one meaning in all updates and on all ranks. None for pairs.
+            references: (M, D), the rows to rank; they are no queries. M is N for pairs.
+            reference_labels: (M,) or (M, 1); None for pairs.
         """
-        if (references is None) != (reference_labels is None):
+        if (references is None) != (reference_labels is None) and labels is not None:
             missing = "references" if references is None else "reference_labels"
             raise ValueError(expected(missing, "a tensor, because the other one is given", None, "Pass both or none."))
+        is_paired = references is not None and reference_labels is None and len(references) == len(embeddings)
+        if labels is None and not is_paired:
+            fix = "Without labels row i of the references is right for row i of the embeddings."
+            raise ValueError(expected("labels", "a tensor, or None for as many references without labels", None, fix))
         parts = [("embeddings", embeddings, labels, _BOTH if references is None else _QUERY)]
-        if references is not None and reference_labels is not None:
+        if references is not None:
             parts.append(("references", references, reference_labels, _KEY))
         width, added = self.embeddings[0].shape[1] if self.embeddings else self.num_features, []
         for name, given, its_labels, role in parts:
             rows = checked_embeddings(name, given)
             if width not in (None, rows.shape[1]):
                 raise ValueError(expected(name, f"shape (N, {width}), as num_features or the other rows", rows))
-            targets = checked_labels(its_labels, rows, name)
+            if its_labels is None:
+                targets = torch.full((len(rows),), _PAIRED, device=rows.device)
+            else:
+                targets = checked_labels(its_labels, rows, name)
             kept, width = targets != self.ignore_index, rows.shape[1]
             added.append((unit_rows(rows.detach().float()[kept]), targets[kept], role))
         for unit, targets, role in added:
@@ -107,6 +117,10 @@ class EmbeddingMetric(GatheredMetric):
     def compute(self) -> Any:
         """Return the mean over the queries of all updates, and of all ranks when it synchronizes; float64."""
         rows, labels, roles = self.rows()
+        for role in (_QUERY, _KEY):  # every update has added as many queries as references, in the same order
+            (pairs,) = ((labels == _PAIRED) & (roles == role)).nonzero(as_tuple=True)
+            labels = labels.index_add(0, pairs, torch.arange(len(pairs), device=labels.device))
+        _warn_of_numbers(type(self).__name__, labels[roles == _QUERY], labels[roles == _KEY])
         (queries,), (keys,) = (roles != _KEY).nonzero(as_tuple=True), (roles != _QUERY).nonzero(as_tuple=True)
         group = None
         if self.has_rows_of_all_ranks and self.dist_sync_fn is None:
@@ -151,6 +165,18 @@ class EmbeddingMetric(GatheredMetric):
     def extra_repr(self) -> str:
         """Return the hyper-parameters."""
         return f"{self.own_argument}={getattr(self, self.own_argument)!r}, ignore_index={self.ignore_index}"
+
+
+def _warn_of_numbers(metric: str, queries: Tensor, keys: Tensor) -> None:
+    """Warn if the labels of pairs begin again at 0 on other ranks or in other updates."""
+    starts = queries == 0
+    if len(queries) < _FEWEST_PAIRS or not 1 < int(starts.sum()) <= len(queries) / 2 or not torch.equal(queries, keys):
+        return
+    if bool(starts[0] & (starts[1:] | (queries[1:] == queries[:-1] + 1)).all()):
+        warn(
+            f"{metric}: the labels are 0, 1, 2, ... again and again. If they number the pairs of a batch, pairs of "
+            "other updates and ranks get the same label: leave labels and reference_labels out."
+        )
 
 
 @completed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from ..rows import check_values, weight_of_rows, weight_unit
 from .base import NO_PAIR, Columns, ContrastiveLoss, Side, check_like, joined, lowest, softmax_, softplus, sum_of_blocks
 from .retrieval import TENSORS, checked_labels
 
+_NUMBERED = -(2**62)  # the first of the labels that rows without one get, far from those of callers
+
 
 @completed()
 class SupConLoss(ContrastiveLoss):
@@ -33,10 +36,11 @@ class SupConLoss(ContrastiveLoss):
     .. math:: L = -\frac{1}{|V|} \sum_{i \in V} \frac{1}{|P_i|} \sum_{p \in P_i}
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
 
-    With two rows of each label, such as two views of an image, this is NT-Xent, the loss of SimCLR. Labels must then
-    differ between the ranks, as the indices of the images in the data set do. Views may be passed as (N, V, D): equal
-    to ``(embeddings.flatten(0, 1), labels.repeat_interleave(V))``. A row without another of its label is a
-    candidate of the others. The rows of the queue have their labels: they are positives and negatives of the live rows.
+    With two views of each image as (N, V, D) and no labels, this is NT-Xent, the loss of SimCLR. With labels, views are
+    equal to ``(embeddings.flatten(0, 1), labels.repeat_interleave(V))``. Labels have one meaning on all ranks: the
+    numbers of the rows of a batch would give unrelated rows of different ranks the same label. A row without another of
+    its label is a candidate of the others. The rows of the queue have their labels: they are positives and negatives of
+    the live rows.
 
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
@@ -77,7 +81,7 @@ class SupConLoss(ContrastiveLoss):
     def forward(
         self,
         embeddings: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         *,
         reference: Tensor | None = None,
         reference_labels: Tensor | None = None,
@@ -90,7 +94,8 @@ class SupConLoss(ContrastiveLoss):
         Args:
             embeddings: (N, D) of this rank, or (N, V, D) with V views of each row, which have its label; N and V may
                 differ between ranks, and N may be 0.
-            labels: (N,) or (N, 1) integers or bools, in any order and number.
+            labels: (N,) or (N, 1) integers or bools, in any order and number. None, on every rank, with views: those
+                of a row are positives of each other alone.
             reference: (M, D) or (M, V, D), another set, whose rows on all ranks are the candidates in place of the
                 embeddings, with a gradient. M may differ between ranks and may be 0. They enter the queue.
             reference_labels: (M,) or (M, 1), those of the reference.
@@ -104,7 +109,9 @@ class SupConLoss(ContrastiveLoss):
             own, check = self._checked_columns("embeddings", embeddings, labels, sample_weight, group)
             if (reference is None) != (reference_labels is None):
                 raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
-            parts, rows, of_call = [own], own.rows, dict[str, object]()
+            if reference is not None and labels is None:
+                raise ValueError(expected("labels", "a tensor, because there is a reference", labels))
+            parts, rows, of_call = [own], own.rows, dict[str, object]({} if labels is not None else {"labels": "none"})
             if reference is not None and reference_labels is not None:
                 parts.append(self._checked_columns("reference", reference, reference_labels, None, group)[0])
                 check_like("reference", parts[1].rows, own.rows, "embeddings")
@@ -124,6 +131,11 @@ class SupConLoss(ContrastiveLoss):
                 anchors.gather(exchange, agreed.rows, Columns(rows, its_labels, weight=weight))
                 for side in others:
                     side.gather(exchange, (*(int(number) for number, *_ in agreed.totals),))
+        if labels is None:
+            # Each rank has numbered its rows from 0. Those of other ranks and of the queue get other numbers.
+            parts = zip(anchors.live.labels.split(agreed.rows), accumulate(agreed.rows, initial=self.queue.position[2]))
+            numbers = torch.cat([part + (_NUMBERED + first) for part, first in parts])
+            anchors.live = anchors.live._replace(labels=numbers)
 
         def compute() -> tuple[Tensor, Tensor]:
             for side in sides:
@@ -145,7 +157,7 @@ class SupConLoss(ContrastiveLoss):
         __call__ = forward
 
     def _checked_columns(
-        self, name: str, rows: Tensor, labels: Tensor, sample_weight: Tensor | None, group: ProcessGroup | None
+        self, name: str, rows: Tensor, labels: Tensor | None, sample_weight: Tensor | None, group: ProcessGroup | None
     ) -> tuple[Columns, DeviceCheck | None]:
         """Return the checked rows, one for each view, without those that are ignored, and the check of the weights."""
         check_not_gathered(group, **{name: rows}, labels=labels)
@@ -154,14 +166,17 @@ class SupConLoss(ContrastiveLoss):
             fix = f"Use {name}.flatten(2) if dim 1 is views, else {name}.flatten(1)."
             raise ValueError(expected(name, "shape (N, D) or (N, V, D)", rows, fix))
         flat = self._checked(**{name: rows.flatten(0, 1) if has_views else rows})[name]
-        targets = checked_labels(labels, rows, name)
+        if labels is None and not (has_views and rows.shape[1] > 1):
+            fix = "Pass the label of each row, or the views of each row as (N, V, D)."
+            raise ValueError(expected(name, "at least two views of each row, because there are no labels", rows, fix))
+        targets = torch.arange(len(rows), device=rows.device) if labels is None else checked_labels(labels, rows, name)
         weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
         if has_views:
             targets = targets.repeat_interleave(rows.shape[1])
             weight = None if weight is None else weight.repeat_interleave(rows.shape[1])
         check_values(name, flat)
         ignored = targets == self.ignore_index
-        if bool(ignored.any()):
+        if labels is not None and bool(ignored.any()):
             kept = (~ignored).nonzero()[:, 0]
             flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
             weight = None if weight is None else weight.index_select(0, kept)

@@ -236,6 +236,30 @@ def test_two_views_are_the_loss_of_simclr() -> None:
     assert abs(SupConLoss(0.5)(views.flatten(0, 1), labels.sort().values) - expected) > 1e-3
 
 
+@pytest.mark.parametrize("queue_size", [0, 14])
+@on_ranks()
+def test_views_without_labels_are_numbered_over_ranks_and_steps(rank: int, queue_size: int) -> None:
+    """The formula of the paper in three steps; a rank has no rows in the second. The control numbers those of a rank."""
+    world_size, loss, queued = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double()
+    of_queued = torch.zeros(0, dtype=torch.long)
+    for step in range(3):
+        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
+        views = [normal(count, 2 + (r + step) % 2, 4, seed=10 * step + r) for r, count in enumerate(counts)]
+        rows = unit(torch.cat([part.flatten(0, 1) for part in views]))
+        numbers = [torch.arange(len(part)).repeat_interleave(part.shape[1]) for part in views]
+        of_rows = torch.cat([part + 100 * r + 1000 * step for r, part in enumerate(numbers)])
+        theirs = sup_con(rows, of_rows, 0.2, queued, of_queued)
+        ours = loss(views[rank])
+        assert_close(ours, theirs, **EXACT)
+        if step != 1:
+            assert abs(sup_con(rows, torch.cat(numbers), 0.2, queued, of_queued) - theirs) > 1e-3
+        (expected,) = torch.autograd.grad(theirs, views[rank])
+        assert_close(torch.autograd.grad(ours, views[rank])[0], world_size * expected, **EXACT)
+        if queue_size:
+            queued = torch.cat([queued, rows.detach()])[-queue_size:]
+            of_queued = torch.cat([of_queued, of_rows])[-queue_size:]
+
+
 def columns() -> list[Tensor]:
     return [unit(normal(12, 5, seed=seed)).detach() for seed in range(8)]
 

@@ -112,6 +112,33 @@ def test_over_ranks_they_are_those_of_one_process(rank: int) -> None:
     assert "float32 (N, 5) on cpu" in text
 
 
+@on_ranks()
+def test_pairs_without_labels_are_numbered_over_updates_and_ranks(rank: int) -> None:
+    """By ``update`` and by ``forward``, on uneven ranks. The control numbers those of each update, and is warned of."""
+    world_size = dist.get_world_size()
+    rows, _ = rows_of(60)
+    size = 30 // world_size - 1
+    numbers = torch.arange(30)
+    of_rank = [numbers[slice(size * r, size * r + size if r < world_size - 1 else 30)] for r in range(world_size)]
+    everyone = [index < 30 for index in range(60)]
+    expected = by_loops(rows, numbers.repeat(2), everyone, [not one for one in everyone])
+    for call in ("update", "forward"):
+        for index, (name, metric) in enumerate(metrics().items()):
+            control = [*metrics().values()][index]
+            for own in of_rank[rank].split(5):
+                given = {"references": rows[30 + own]}
+                getattr(metric, call)(rows[own], **given)
+                labels = torch.arange(len(own))
+                control.update(rows[own], labels, **given, reference_labels=labels)
+            assert values_of(metric) == pytest.approx(expected[name], rel=1e-12)
+            with pytest.warns(UserWarning, match="the labels are 0, 1, 2, ... again and again"):
+                assert values_of(control) != pytest.approx(expected[name], rel=1e-4)
+    mixed = EmbeddingRecall(1)
+    for options in ({}, {"reference_labels": torch.arange(3)}):
+        with pytest.raises(ValueError, match="labels: expected a tensor, or None for as many references without"):
+            mixed.update(rows[:3], references=rows[: 3 + (not options)], **options)
+
+
 def test_ties_and_what_is_not_finite() -> None:
     """An embedding that has collapsed finds nothing; no query has no value; NaN shows."""
     labels = torch.arange(12) % 3
