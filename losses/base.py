@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypedDict, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from ..distributed.group import (
 )
 from ..distributed.header import Checksum, State, States, refuse_in_backward
 from ..distributed.torch_private import not_compiled
-from ..errors import check_count, check_temperature, expected
+from ..errors import check_count, check_temperature, describe, expected
 from ..kernels import native
 from ..queues.memory_queue import SAME_QUEUE, MemoryQueue, QueueRows
 from ..queues.saved_state import SavedState, as_saved, from_saved
@@ -56,6 +57,10 @@ def compiled_where_local(forward: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def unchecked(name: str, value: object) -> None:
+    """Take any value; the check of an argument that is checked next to others."""
+
+
 class GroupOptions(TypedDict, total=False):
     """The arguments of :class:`DistributedLoss` that its subclasses pass on unchanged."""
 
@@ -85,6 +90,13 @@ class DistributedLoss(nn.Module):
         RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
     """
 
+    # The checks of the arguments by name, with the name and the value, and the arguments that cannot change later.
+    _checks: ClassVar[dict[str, Callable[[str, Any], object]]] = {
+        "gather_distributed": lambda _, value: check_gather_distributed(value),
+        "gradient_reduction": lambda _, value: check_gradient_reduction(value),
+    }
+    _fixed: ClassVar[tuple[str, ...]] = ()
+
     def __init__(
         self,
         gather_distributed: bool | None = None,
@@ -98,22 +110,26 @@ class DistributedLoss(nn.Module):
             raise TypeError(expected("name", "a str or None", name))
         self.name = name
         self.gather_distributed = gather_distributed
-        self.gradient_reduction = check_gradient_reduction(gradient_reduction)
+        self.gradient_reduction = gradient_reduction
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
         self._hints = hints_of(type(self).__name__, name)
         # Set by a module that contains this loss, such as a schedule, so that ranks whose schedules differ raise.
         self._surrounding_facts: dict[str, State] = {}
 
-    @property
-    def gather_distributed(self) -> bool | None:
-        """None uses a process group if one exists, False uses this rank's rows alone, True requires a group."""
-        return self._gather_distributed
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. An argument of the constructor is checked as there, and raises if it has no effect."""
+        if name in self._checks:
+            self._checks[name](name, value)
+            if hasattr(self, name):
+                self._check_change(name, value)
+        super().__setattr__(name, value)
 
-    @gather_distributed.setter
-    def gather_distributed(self, value: bool | None) -> None:
-        # Checked on assignment. An exception in the forward of one rank would leave the other ranks waiting.
-        self._gather_distributed = check_gather_distributed(value)
+    def _check_change(self, name: str, value: Any) -> None:
+        """Check an argument of the constructor that is assigned later; a subclass checks it next to the others."""
+        if name in self._fixed and value != getattr(self, name):
+            what = f"{describe(getattr(self, name))}, as in the constructor"
+            raise ValueError(expected(name, what, value, "Construct another loss."))
 
     @property
     def group(self) -> Group:
@@ -133,7 +149,7 @@ class DistributedLoss(nn.Module):
         if torch.compiler.is_compiling() and self.fits_in_a_graph():  # the compiler cannot trace the question
             return None
         refuse_in_backward(type(self).__name__)
-        return self._data_group.resolve(self._gather_distributed, self.gradient_reduction)
+        return self._data_group.resolve(self.gather_distributed, self.gradient_reduction)
 
     @property
     def _shown(self) -> tuple[str, ...]:
@@ -157,7 +173,7 @@ class DistributedLoss(nn.Module):
             "kernels": State(
                 native.KERNELS, "Build the extension on every rank, or set FULLRANK_NATIVE=0 on all of them."
             ),
-            "gradient_reduction": State(check_gradient_reduction(self.gradient_reduction), SAME_REDUCTION),
+            "gradient_reduction": State(self.gradient_reduction, SAME_REDUCTION),
             **self._surrounding_facts,
         }
 
@@ -170,6 +186,8 @@ class CurrentTemperature(DistributedLoss, SavedState):
 
     _saved_names: ClassVar[tuple[str, ...]] = ("saved_temperature",)
     _optional_names = _saved_names
+    # None where it is not automatic raises in the forward.
+    _checks = DistributedLoss._checks | {"temperature": lambda _, value: check_temperature(value, automatic=True)}
 
     temperature: float | None
     _first_temperature: float | None = None
@@ -237,12 +255,14 @@ class HoldsQueue(CurrentTemperature):
 
     queue: MemoryQueue
     queue_size: int
+    _checks = CurrentTemperature._checks | {"queue": unchecked, "queue_size": partial(check_count, least=0)}
+    _fixed: ClassVar[tuple[str, ...]] = ("queue", "queue_size")
     update_queue_in_eval = queue_in_eval = False
     _num_draws = 0
 
     def _make_embedding_queue(self, queue_size: int, num_features: int | None, ignore_index: int) -> None:
         """Make a queue of embeddings (queue_size, num_features), each with a label."""
-        self.queue_size = check_count("queue_size", queue_size, 0)
+        self.queue_size = queue_size
         if num_features is not None:
             check_count("num_features", num_features, 1)
         self._set_queue(MemoryQueue(queue_size, num_features, ignore_index))

@@ -116,7 +116,7 @@ class SavedState(nn.Module):
     def _change(self, *_: object) -> None:
         for path, value in self._read.items():
             *owner, name = path.split(".")
-            setattr(self.get_submodule(".".join(owner)), name, value)
+            nn.Module.__setattr__(self.get_submodule(".".join(owner)), name, value)  # it was checked when it was read
         self._read = {}
 
     def named_buffers(

@@ -142,10 +142,8 @@ class LossWarmupWrapper(LossOfParts):
                 "needs a property `temperature` that reads and sets that of the loss."
             )
         elif temperatures and getattr(main_loss, "surrogate", None) == "dro":
-            warn(
-                "temp_start and temp_end have no effect: surrogate='dro' has no temperature. Leave them out, or choose "
-                "another surrogate."
-            )
+            what = "None, because surrogate='dro' has no temperature"
+            raise ValueError(expected("temp_start, temp_end", what, temp_start, "Or choose another surrogate."))
         elif temperatures and not self.in_warmup:
             self.main_loss.temperature = temp_start
         if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):

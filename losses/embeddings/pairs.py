@@ -92,7 +92,7 @@ class PairLoss(ContrastiveLoss):
     @temperature.setter
     def temperature(self, value: float) -> None:
         if self.logit_scale is None:
-            self._temperature = value  # the forward checks it: an exception on one rank would leave the others waiting
+            self._temperature = value
         else:
             lowest = 1 / self.max_logit_scale
             if check_positive("temperature", value) < lowest * (1 - 1e-9):

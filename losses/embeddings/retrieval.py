@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,6 +118,12 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         tensor(0.5417)
     """
 
+    _checks = HoldsQueue._checks | {
+        "reduction": partial(check_choice, choices=REDUCTIONS),
+        "ignore_index": check_int,
+    }
+    _fixed = (*HoldsQueue._fixed, "ignore_index")
+
     def __init__(
         self,
         temperature: float | None = 0.01,
@@ -131,8 +138,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         super().__init__(gather_distributed, **options)
         self._make_embedding_queue(queue_size, num_features, ignore_index)
         self._start_temperature(check_temperature(temperature, automatic=True))
-        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
-        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.reduction, self.ignore_index = reduction, ignore_index
 
     @completed(DistributedLoss)
     @not_compiled
@@ -165,7 +171,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
         )
         if has_values(loss):
-            self._last_temperature = temperature
+            vars(self)["_last_temperature"] = temperature
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
             if self._hints.should_observe(self, loss):

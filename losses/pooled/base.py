@@ -11,6 +11,7 @@ All of them make the same step, ``RankingLoss._step``::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -25,7 +26,7 @@ from ...errors import check_choice, check_count, check_int, check_temperature, e
 from ...queues.memory_queue import Keep, MemoryQueue, QueueRows
 from ...queues.saved_state import as_saved, from_saved
 from ..arguments import completed
-from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local
+from ..base import DistributedLoss, GroupOptions, HoldsQueue, compiled_where_local, unchecked
 from ..hints import Empty
 from ..rows import TENSORS, Batch, TargetRule, check_batch, compute_dtype, has_values
 from .pool import (
@@ -90,6 +91,16 @@ class RankingLoss(HoldsQueue):
     """
 
     _saved_names = (*HoldsQueue._saved_names, "saved_num_draws")
+    _checks = HoldsQueue._checks | {
+        "num_classes": partial(check_count, least=1),
+        "ignore_index": check_int,
+        "max_pool_size": lambda name, value: None if value is None else check_count(name, value, 1),
+        "reduction": partial(check_choice, choices=REDUCTIONS),
+        "queue_keep": partial(check_choice, choices=("all", "negatives")),
+        "multi_hot": unchecked,
+        "weighting": partial(check_choice, choices=WEIGHTINGS),
+    }
+    _fixed = (*HoldsQueue._fixed, "num_classes", "ignore_index", "queue_keep", "multi_hot")
     own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
     # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
     spread_multiple: ClassVar[float | None] = None
@@ -114,17 +125,13 @@ class RankingLoss(HoldsQueue):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        self.num_classes = check_count("num_classes", num_classes, 1)
-        self.queue_size = check_count("queue_size", queue_size, 0)
-        self.ignore_index = check_int("ignore_index", ignore_index)
-        self.max_pool_size = None if max_pool_size is None else check_count("max_pool_size", max_pool_size, 1)
+        self.num_classes, self.queue_size, self.ignore_index = num_classes, queue_size, ignore_index
+        self.max_pool_size = max_pool_size
         if self.has_temperature:
             self._start_temperature(check_temperature(temperature, self.spread_multiple is not None))
-        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
-        self.queue_keep = check_choice("queue_keep", queue_keep, ("all", "negatives"))
+        self.reduction, self.queue_keep = reduction, queue_keep
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
-        self.multi_hot = multi_hot
-        self.weighting = check_choice("weighting", weighting, WEIGHTINGS)
+        self.multi_hot, self.weighting = multi_hot, weighting
         self._set_queue(MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot))
         self._num_draws = 0
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
@@ -239,7 +246,6 @@ class RankingLoss(HoldsQueue):
             check_not_gathered(group, logits=given.logits, targets=given.targets)
         if self.has_temperature:
             check_temperature(self.temperature, self.spread_multiple is not None)
-        self._check_settings()
         indexes = given.indexes
         if indexes is not None and not self.ranks_queries:
             raise TypeError(expected("indexes", "None, since this loss ranks one pool", indexes, "Use SmoothAPLoss."))
@@ -256,9 +262,6 @@ class RankingLoss(HoldsQueue):
             # On an accelerator the header brings what the checks find: the host waits for both at once.
             defers=group is not None and "cpu" not in backend_by_device(group),
         )
-
-    def _check_settings(self) -> None:
-        """Check the arguments of a subclass, which may have been assigned since its construction."""
 
     def _make_pool(self, live: Batch) -> Pool:
         """Return the pool of live and queued rows, at most ``max_pool_size`` of them."""

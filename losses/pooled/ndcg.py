@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -95,6 +96,12 @@ class NDCGLoss(CurrentTemperature):
     """
 
     _shown = "gain", "top", "reduction", "ignore_index", "gradient_reduction"
+    _checks = CurrentTemperature._checks | {
+        "gain": partial(check_choice, choices=("linear", "exponential")),
+        "top": lambda name, value: None if value is None else check_count(name, value, 1),
+        "reduction": partial(check_choice, choices=REDUCTIONS),
+        "ignore_index": check_int,
+    }
 
     def __init__(
         self,
@@ -109,10 +116,7 @@ class NDCGLoss(CurrentTemperature):
     ) -> None:
         super().__init__(gather_distributed, **options)
         self._start_temperature(check_temperature(temperature, automatic=True))
-        self.gain = check_choice("gain", gain, ("linear", "exponential"))
-        self.top = None if top is None else check_count("top", top, 1)
-        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
-        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.gain, self.top, self.reduction, self.ignore_index = gain, top, reduction, ignore_index
 
     @completed(DistributedLoss)
     @not_compiled
@@ -226,7 +230,7 @@ class NDCGLoss(CurrentTemperature):
         temperature = self.temperature
         if temperature is None:
             temperature = SPREAD_MULTIPLE * spread_of(scores[None], None if member is None else member[None])
-        self._last_temperature = temperature
+        vars(self)["_last_temperature"] = temperature
         loss = self._in_c(scores, grades, member, weight, indexes, temperature)
         if loss is not None:
             return loss

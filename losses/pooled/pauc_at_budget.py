@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
-from ..base import compiled_where_local
+from ..base import compiled_where_local, unchecked
 from ..rows import Batch, has_values
 from .base import PoolOptions, RankingLoss
 from .pauc_surrogates import (
@@ -192,6 +192,7 @@ class PAUCAtBudgetLoss(RankingLoss):
     temperature: float  # never None: it is a multiple of the scale already
     uses_iid = True
     own_arguments = PartialArea._fields
+    _checks = RankingLoss._checks | dict.fromkeys(own_arguments, unchecked)
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         self.quantile_interpolation = quantile_interpolation
         self.dro_lambda, self.threshold_gradient = dro_lambda, threshold_gradient
         self._tilts: Tensor | None = None  # of the last call
-        self._checked_area = check_area(self._area, self.temperature)
+        check_area(self._area, self.temperature)
 
     @property
     def current_hardness(self) -> float | tuple[float, ...] | None:
@@ -367,7 +368,8 @@ class PAUCAtBudgetLoss(RankingLoss):
             f"band, or try {other}.",
         )
 
-    def _check_settings(self) -> None:
-        # Without the temperature: a schedule may have assigned one, although "dro" does not use it.
-        if self._area != self._checked_area:
-            self._checked_area = check_area(self._area)
+    def _check_change(self, name: str, value: Any) -> None:
+        super()._check_change(name, value)
+        is_own = name in self.own_arguments
+        area = self._area._replace(**{name: value}) if is_own else self._area
+        check_area(area, value if name == "temperature" else self.temperature)

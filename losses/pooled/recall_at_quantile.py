@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -11,6 +11,7 @@ from ...errors import check_choice, check_share
 from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
+from ..base import unchecked
 from .base import PoolOptions, RankingLoss
 from .pauc_surrogates import PartialArea, check_used
 from .pool import (
@@ -178,6 +179,7 @@ class RecallAtQuantileLoss(RankingLoss):
 
     spread_multiple = SPREAD_MULTIPLE
     own_arguments = "quantile", "quantile_interpolation", "threshold_gradient", "surrogate"
+    _checks = RankingLoss._checks | dict.fromkeys(own_arguments, unchecked)
 
     def __init__(
         self,
@@ -214,5 +216,7 @@ class RecallAtQuantileLoss(RankingLoss):
         pool, temperature = self._at_temperature(pool)
         return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
-    def _check_settings(self) -> None:
-        check_choice("surrogate", self.surrogate, _SURROGATES)
+    def _check_change(self, name: str, value: Any) -> None:
+        super()._check_change(name, value)
+        names = "surrogate", "quantile", "temperature", "quantile_interpolation", "threshold_gradient"
+        _checked_form(*(value if one == name else getattr(self, one) for one in names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,6 +39,8 @@ class TorchLikeLoss(SummedLoss):
         weights of its own, so let :func:`~fullrank.pooled_backward` call the loss once for all micro-batches. Where all
         ranks together have few rows in a call, such as 32, pass weights counted in the training set: they rank better.
     """
+
+    _checks = SummedLoss._checks | {"reduction": partial(check_choice, choices=REDUCTIONS)}
 
     def _balance(self, name: str, value: str) -> None:
         """Set the argument ``name``, and let the weights of the classes follow from their counts."""
@@ -128,7 +131,6 @@ class CrossEntropyLoss(TorchLikeLoss):
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
         super().__init__(reduction, gather_distributed, **options)
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.label_smoothing = check_between("label_smoothing", label_smoothing, 0, 1)
@@ -249,7 +251,6 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
         super().__init__(reduction, gather_distributed, **options)
         self._register_weights(weight=weight, pos_weight=pos_weight)
         self.class_weight = class_weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -170,6 +171,11 @@ class SigmoidFocalLoss(SummedLoss):
     """
 
     _shown = "alpha", "gamma", "reduction"
+    _checks = SummedLoss._checks | {
+        "reduction": partial(check_choice, choices=REDUCTIONS),
+        "alpha": lambda _, value: _check_alpha_gamma(value, 0.0),
+        "gamma": lambda _, value: _check_alpha_gamma(-1.0, value),
+    }
 
     def __init__(
         self,
@@ -179,8 +185,6 @@ class SigmoidFocalLoss(SummedLoss):
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
-        _check_alpha_gamma(alpha, gamma)
         super().__init__(reduction, gather_distributed, **options)
         self.alpha, self.gamma = alpha, gamma
 

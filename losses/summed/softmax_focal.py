@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ...distributed.header import DeviceCheck
 from ...errors import check_amount, check_between, check_choice, check_int, check_number, check_tensor, expected
 from ..arguments import completed
-from ..base import GroupOptions
+from ..base import GroupOptions, unchecked
 from ..pooled.pool import local_pool
 from ..rows import check_exact, class_range_check, compute_dtype, has_values, weight_and_check
 from .base import Elements, SummedLoss, check_inputs, focus, local_loss, squeeze_advice
@@ -203,6 +203,7 @@ class SoftmaxFocalLoss(SummedLoss):
     """
 
     _shown = _Rule._fields
+    _checks = SummedLoss._checks | dict.fromkeys(_Rule._fields, unchecked)
 
     def __init__(
         self,
@@ -219,6 +220,11 @@ class SoftmaxFocalLoss(SummedLoss):
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class
         _check_rule(self._rule, read_alpha=True)
+
+    def _check_change(self, name: str, value: Any) -> None:
+        super()._check_change(name, value)
+        if name in _Rule._fields:
+            _check_rule(self._rule._replace(**{name: value}), read_alpha=True)
 
     @property
     def _rule(self) -> _Rule:

@@ -182,7 +182,7 @@ def test_any_layout_of_the_rows_of_one_rank(rank: int, name: str) -> None:
     """In both steps the bits are those of a plain copy, or all ranks raise the same."""
     call = CALLS[name]
     subject = call.make()
-    all_settings = [{}, {"normalize": False}, {"_gather_distributed": False}]  # the last is of one process
+    all_settings = [{}, {"normalize": False}, {"gather_distributed": False}]  # the last is of one process
     for (layout, change), settings in itertools.product(LAYOUTS.items(), all_settings):
         if all(hasattr(subject, key) for key in settings):
             plain = lambda x, change=change: torch.empty(x.shape, dtype=change(x).dtype).copy_(change(x))  # noqa: E731

@@ -93,7 +93,6 @@ def test_a_subclass_with_the_same_formula_is_taken() -> None:
 
 # A loss, an attribute of it that somebody assigns after the construction, the value, and the error.
 CHANGES: dict[str, tuple[str, str, Any, str]] = {
-    "a queue": ("smooth_ap", "queue_size", 5, "queue_size: expected 0 in a ShardedLoss, got 5"),
     "a draw": ("recall", "max_pool_size", 7, "max_pool_size: expected None in a ShardedLoss, got 7"),
     "dro": ("pauc", "surrogate", "dro", "surrogate: expected 'trapezoid' in a ShardedLoss, got 'dro'"),
 }

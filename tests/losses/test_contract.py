@@ -10,6 +10,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,9 @@ from fullrank.losses import (
     CrossEntropyLoss,
     InfoNCELoss,
     LossWarmupWrapper,
+    NDCGLoss,
+    PAUCAtBudgetLoss,
+    RecallAtQuantileLoss,
     RetrievalSmoothAPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
@@ -481,3 +485,60 @@ def test_repr_shows_the_schedule_and_the_temperature() -> None:
     assert "warmup_steps=3" in repr(LossWarmupWrapper(SoftmaxFocalLoss(), SmoothAPLoss(3), warmup_steps=3))
     assert "temperature=0.2" in repr(SmoothAPLoss(1, temperature=0.2))
     assert "temperature=None\n" in repr(SmoothAPLoss(1))
+
+
+PAIRWISE = partial(PAUCAtBudgetLoss, surrogate="pairwise")
+# A loss, an attribute, a value that is refused after the construction too, and one that is not.
+ASSIGNED = [
+    (partial(SmoothAPLoss, queue_size=4), "queue_size", 5, 4),
+    (SmoothAPLoss, "num_classes", 3, 1),
+    (SmoothAPLoss, "ignore_index", -1, -100),
+    (SmoothAPLoss, "queue_keep", "negatives", "all"),
+    (SmoothAPLoss, "multi_hot", True, False),
+    (SmoothAPLoss, "reduction", "avg", "sum"),
+    (SmoothAPLoss, "weighting", "queries", "positives"),
+    (SmoothAPLoss, "max_pool_size", 0, 8),
+    (SmoothAPLoss, "temperature", -0.1, 0.1),
+    (SmoothAPLoss, "gather_distributed", 1, False),
+    (SmoothAPLoss, "gradient_reduction", 0, "sum"),
+    (RecallAtQuantileLoss, "quantile", 5, 0.05),
+    (RecallAtQuantileLoss, "surrogate", "soft", "sigmoid"),
+    (partial(RecallAtQuantileLoss, surrogate="dro"), "temperature", 0.1, None),
+    (partial(RecallAtQuantileLoss, surrogate="dro"), "threshold_gradient", False, True),
+    (PAUCAtBudgetLoss, "temperature", 0.2, 0.1),
+    (PAUCAtBudgetLoss, "n_knots", 3, 2),
+    (PAIRWISE, "beta", 0.0, 0.1),
+    (PAIRWISE, "dro_lambda", 1.0, None),
+    (NDCGLoss, "top", 0, 5),
+    (NDCGLoss, "gain", "square", "exponential"),
+    (RetrievalSmoothAPLoss, "reduction", "avg", "none"),
+    (SupConLoss, "queue_size", 8, 0),
+    (InfoNCELoss, "queue_size", 8, 0),
+    (InfoNCELoss, "temperature", 0.0, 0.5),
+    (CrossEntropyLoss, "reduction", "avg", "sum"),
+    (BCEWithLogitsLoss, "reduction", "avg", "none"),
+    (SigmoidFocalLoss, "alpha", 2, -1),
+    (SigmoidFocalLoss, "gamma", -1, 0),
+    (SoftmaxFocalLoss, "label_smoothing", 2, 0.1),
+    (SoftmaxFocalLoss, "reduction", "avg", "sum"),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "bad", "good"), ASSIGNED)
+def test_an_attribute_is_checked_when_it_is_assigned(make: Any, name: str, bad: Any, good: Any) -> None:
+    """Also the second time; what is refused changes nothing. The control: a value that is right."""
+    loss = make()
+    for _ in range(2):
+        before = getattr(loss, name)
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b.*: expected"):
+            setattr(loss, name, bad)
+        assert getattr(loss, name) == before
+        setattr(loss, name, good)
+        assert getattr(loss, name) == good
+
+
+def test_two_losses_cannot_share_a_queue() -> None:
+    first, second = (kind(queue_size=4, num_features=2) for kind in (SupConLoss, InfoNCELoss))
+    with pytest.raises(ValueError, match=r"queue: expected MemoryQueue\(.*, as in the constructor, got MemoryQueue"):
+        second.queue = first.queue
+    assert second.queue is not first.queue

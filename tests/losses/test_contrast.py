@@ -588,7 +588,7 @@ def test_different_scales_and_widths_raise_on_every_process(rank: int, kind: str
         assert loss(rows, rows).isfinite()
         loss.queue.assert_synchronized()
     fixed = SupConLoss()
-    fixed.temperature = 0.1 * rank - 0.1
+    vars(fixed)["temperature"] = 0.1 * rank - 0.1
     assert "temperature: expected a finite number > 0" in error_of(lambda: fixed(rows, torch.arange(4)))[1]
 
 

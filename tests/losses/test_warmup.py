@@ -216,7 +216,6 @@ def test_targets_of_the_losses_of_torch() -> None:
 AT_CONSTRUCTION: dict[str, dict[str, Any]] = {
     "Plain has no temperature: .* needs a property `temperature`": {"main_loss": Plain(), **TEMPERATURES},
     r"SoftmaxFocalLoss has no reset_queue\(\)": {"main_loss": SoftmaxFocalLoss(), "reset_queue_each_epoch": True},
-    "surrogate='dro' has no temperature": {"main_loss": PAUCAtBudgetLoss(3), **TEMPERATURES},
 }
 
 
@@ -226,7 +225,12 @@ def test_settings_without_effect_warn(text: str) -> None:
         wrapper = wrapper_of(**AT_CONSTRUCTION[text])
     assert [warning.filename for warning in caught] == [__file__]
     wrapper.on_train_batch_start(0)
-    assert hasattr(wrapper.main_loss, "temperature") == ("dro" in text)
+    assert not hasattr(wrapper.main_loss, "temperature")
+
+
+def test_a_schedule_of_a_temperature_that_has_no_effect_raises() -> None:
+    with pytest.raises(ValueError, match="temp_start, temp_end: expected None, because surrogate='dro' has no temp"):
+        wrapper_of(main_loss=PAUCAtBudgetLoss(3), **TEMPERATURES)
 
 
 @pytest.mark.parametrize(
