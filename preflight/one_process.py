@@ -182,7 +182,7 @@ def _instances(*kinds: type) -> list[Any]:
     more = {*kinds}
     while more:
         classes |= more
-        more = {inner for kind in more for inner in type.__subclasses__(kind)} - classes
+        more = set().union(*(type.__subclasses__(kind) for kind in more)) - classes
     return [found for found in gc.get_referrers(*classes) if type(found) in classes]
 
 

@@ -239,25 +239,25 @@ def test_two_views_are_the_loss_of_simclr() -> None:
 @pytest.mark.parametrize("queue_size", [0, 14])
 @on_ranks()
 def test_views_without_labels_are_numbered_over_ranks_and_steps(rank: int, queue_size: int) -> None:
-    """The formula of the paper in three steps; a rank has no rows in the second. The control numbers those of a rank."""
-    world_size, loss, queued = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), torch.zeros(0, 4).double()
-    of_queued = torch.zeros(0, dtype=torch.long)
+    """The formula in three steps; a rank has no rows in the second. The control numbers the rows of each rank."""
+    world_size, loss, queue = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), NO_ROWS
     for step in range(3):
         counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
         views = [normal(count, 2 + (r + step) % 2, 4, seed=10 * step + r) for r, count in enumerate(counts)]
         rows = unit(torch.cat([part.flatten(0, 1) for part in views]))
-        numbers = [torch.arange(len(part)).repeat_interleave(part.shape[1]) for part in views]
-        of_rows = torch.cat([part + 100 * r + 1000 * step for r, part in enumerate(numbers)])
-        theirs = sup_con(rows, of_rows, 0.2, queued, of_queued)
+        own = [torch.arange(len(part)).repeat_interleave(part.shape[1]) for part in views]
+        numbers = torch.cat([part + 100 * r + 1000 * step for r, part in enumerate(own)])
+        theirs, control = (
+            of_labels(loss, {"embeddings": rows, "labels": names}, queue, torch.tensor(5.0))
+            for names in (numbers, torch.cat(own))
+        )
         ours = loss(views[rank])
         assert_close(ours, theirs, **EXACT)
-        if step != 1:
-            assert abs(sup_con(rows, torch.cat(numbers), 0.2, queued, of_queued) - theirs) > 1e-3
+        assert step == 1 or abs(control - theirs) > 1e-3  # in the second step there are the rows of one rank
         (expected,) = torch.autograd.grad(theirs, views[rank])
         assert_close(torch.autograd.grad(ours, views[rank])[0], world_size * expected, **EXACT)
         if queue_size:
-            queued = torch.cat([queued, rows.detach()])[-queue_size:]
-            of_queued = torch.cat([of_queued, of_rows])[-queue_size:]
+            queue = torch.cat([queue[0], rows.detach()])[-queue_size:], torch.cat([queue[1], numbers])[-queue_size:]
 
 
 def columns() -> list[Tensor]:
