@@ -182,7 +182,7 @@ class DeferredMean:
             loss = total.detach()
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
             wrong = not_a_sum(loss_sum, _MEAN_FIX, "loss_sum", over_ranks=self._ranks is not None)
-            if wrong is not None and float(number) not in (0, 1):
+            if wrong is not None and float(number) != 1:
                 raise wrong
             check = combined([check_amounts([number], lambda _: "n", self._ranks), check])
             return Offer(total, facts, totals=(number, loss), check=check)

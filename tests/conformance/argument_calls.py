@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from verbs import mean_over_ranks, scores_of
 
 import fullrank
+from fullrank.preflight import concatenate
 
 # What has public names. The integrations run under their frameworks, in tests/integrations.
 ROOMS = (
@@ -389,6 +390,33 @@ def samples(first: Callable[[int], tuple[Any, ...]], call: Callable[..., Any], g
     return [(torch.cat(parts, dim=1).sort(dim=1).values, whole.sort(dim=1).values)]
 
 
+def evaluates(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """Seven rows come once, in the order of the seed, on all ranks in turn or on one that counts itself alone."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [*call(7)])
+    parts = parts if "shuffle" in given else [parts[dist.get_rank()]]
+    rows = [part[turn] for turn in range(7) for part in parts if turn < len(part)]
+    shuffled = torch.randperm(7, generator=torch.Generator().manual_seed(given.get("seed", 0)))
+    return [(torch.tensor(rows), shuffled if "shuffle" in given else torch.arange(7))]
+
+
+def verifies(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """A loss over all rows is exact, and dropout makes a step random unless it is switched off."""
+    model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5 if "disable_dropout" in given else 0.0)).double()
+    loss = fullrank.BCEWithLogitsLoss()
+
+    def step(model: nn.Module, batch: Any) -> None:
+        loss(model(batch[0])[:, 0], batch[1]).backward()
+
+    rows = normal(5 + 2 * dist.get_rank(), 4, seed=dist.get_rank()).detach()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    report = call(step, nn.parallel.DistributedDataParallel(model), (rows, (rows[:, 0] > 0).double()))
+    return [(torch.tensor(report.verdict == "exact"), torch.tensor(True))]
+
+
 def ends_together(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     batches = [torch.ones(2, 1)] * (1 + 2 * dist.get_rank())
     found = [batch.sum().item() for batch in call(batches)]
@@ -426,7 +454,8 @@ def embeds(call: Callable[..., Any], given: dict[str, Any], kind: str = "") -> P
         metric.update(*batch)
         if kind:
             others = [make() for make in given.values()]
-            call(metric, *batch, **dict(zip(given, own(*others) if is_spread else others)))
+            further = dict(zip(given, own(*others) if is_spread else others))
+            call(metric, batch[0], **{"labels": batch[1], **further})
         value = metric.compute()
         found.append(torch.stack([*value.values()]) if isinstance(value, dict) else value)
     return [(found[0], found[1])]
@@ -468,6 +497,7 @@ def metrics() -> list[Call]:
         found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]
         others = {"references": lambda: normal(17, 4, seed=2), "reference_labels": lambda: torch.arange(17) % 5}
         found.append(Call(f"{kind}.update", others, partial(embeds, kind=kind)))
+        found.append(Call(f"{kind}.update", {"labels": lambda: torch.arange(23) % 4}, partial(embeds, kind=kind)))
     return found
 
 
@@ -529,6 +559,11 @@ CALLS: list[Call] = [
     Call("BalancedBatchSampler", {"num_batches": 3, "seed": 5, "group": WORLD}, partial(samples, balanced)),
     Call("MPerClassSampler", {"num_batches": 3, "seed": 5, "group": WORLD}, partial(samples, of_classes)),
     Call("MPerClassSampler", {"ignore_index": 3}, partial(samples, of_classes)),
+    Call("UnrepeatedDistributedSampler", {"shuffle": True, "seed": 3}, evaluates),
+    Call("UnrepeatedDistributedSampler", {"num_replicas": 1, "rank": 0}, evaluates),
+    Call("verify_step", {"build_model": lambda: nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.0)).double()}, verifies),
+    Call("verify_step", {"group": WORLD, "join": concatenate, "losses": [fullrank.SmoothAPLoss()]}, verifies),
+    Call("verify_step", {"disable_dropout": True}, verifies),
     Call("until_all_end", {"group": WORLD, "empty": torch.full((1, 1), 0.25)}, ends_together),
     Call("ShardedLoss.forward", {"iid_mask": lambda rows: rows[:, 0] < 0.8}, shards),
     Call("ShardedLoss.forward", {"sample_weight": share, "return_per_class": True}, shards),

@@ -117,35 +117,6 @@ def best_after_restart(rank: int, definitions: str, script: str, folder: str) ->
     return found
 
 
-def hints_of(rank: int, steps: int, is_pooled: bool) -> list[str]:
-    """Return the warnings of a loop that accumulates with Accelerate, or with ``pooled_backward``."""
-    from accelerate import Accelerator
-
-    cases.reset_accelerate()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    (features, targets), loss_fn = cases.make_rows(48), fullrank.SmoothAPLoss(1)
-    model = cases.make_encoder()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [*zip(features.split(8), targets.split(8))]
-    with cases.hints() as found:
-        for index in range(0, len(batches), 2):
-            window = batches[index : index + 2]
-            if is_pooled:
-                fullrank.pooled_backward(
-                    model,
-                    window,
-                    forward=lambda batch: model(batch[0]),
-                    loss=lambda scores, window: loss_fn(scores, torch.cat([one for _, one in window])),
-                )
-            for rows, one in [] if is_pooled else window:
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_fn(model(rows), one))
-                    optimizer.step()
-                    optimizer.zero_grad()
-    return found
-
-
-# What Accelerate's documentation calls gradient accumulation.
 MEAN_OF_MEANS = """
 from fullrank import causal_lm_loss
 
@@ -170,15 +141,6 @@ def test_windows_train_as_one_process(workers: WorkerPool, name: str) -> None:
     """The controls are what is widely done."""
     for parameters, norm, *loss in workers(windowed, *(RECIPES | CONTROLS)[name]):
         assert max(parameters, norm, *loss) <= LIMIT if name in RECIPES else max(parameters, norm) > 0.05
-
-
-@pytest.mark.parametrize(("steps", "is_pooled", "number"), [(2, False, 1), (1, False, 0), (1, True, 0)])
-def test_a_pooled_loss_of_each_micro_batch_warns_once(
-    workers: WorkerPool, steps: int, is_pooled: bool, number: int
-) -> None:
-    for texts in workers(hints_of, steps, is_pooled):
-        assert len(texts) == number
-        assert all(text.startswith("SmoothAPLoss: gradient_accumulation_steps is greater than 1") for text in texts)
 
 
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:

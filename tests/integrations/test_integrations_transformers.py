@@ -138,14 +138,6 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     return error(found - before, expected - before), cases.worst(log_of(trainer, "loss"), losses), last
 
 
-def hints_of(rank: int, recipe: str, folder: str, options: dict[str, Any]) -> list[str]:
-    """Return the warnings about micro-batches of a training."""
-    names = {"model": make_model("bert"), "arguments": make_arguments(folder, **options), "dataset": pooled_rows()}
-    with cases.hints() as found:
-        run_block(recipe, names)
-    return found
-
-
 def one_process() -> Any:
     """Return the pooled loss of one process."""
     return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
@@ -350,15 +342,6 @@ def test_windows_train_as_one_process(workers: WorkerPool, tmp_path: Path, name:
     for errors in workers(trained, kind, recipe, str(tmp_path), options):
         assert max(errors) <= LIMIT or name in WRONG, errors
         assert all(found > bound for found, bound in zip(errors, least)), errors
-
-
-def test_a_pooled_loss_of_each_micro_batch_warns_once(workers: WorkerPool, tmp_path: Path) -> None:
-    """Not with one micro-batch, nor with the mixin."""
-    alone = {"gradient_accumulation_steps": 1}
-    for recipe, options, number in ((POOLED_FUNC, {}, 1), (POOLED_FUNC, alone, 0), (POOLED, {}, 0)):
-        for texts in workers(hints_of, recipe, str(tmp_path), options):
-            assert len(texts) == number
-            assert all("has fullrank.integrations.transformers.PooledLossMixin (or .sent" in text for text in texts)
 
 
 def test_it_trains_validates_and_resumes_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
