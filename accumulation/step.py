@@ -436,7 +436,7 @@ class Step:
         if error is not None and not self._has_one_term(term, index):
             raise error
         count = term.counts[index] if self._is_watched and term.counts and not may_be_mean else 1
-        if isinstance(count, Tensor) or count == 1 or (divisor := divisor_of(loss)) is None:
+        if (isinstance(count, Tensor) and not count.is_cpu) or count == 1 or (divisor := divisor_of(loss)) is None:
             return
         if abs(divisor - float(count)) <= 1e-6 * divisor:
             term.divisors.add(float(count))

@@ -121,7 +121,7 @@ class DistributedLoss(nn.Module):
         """Set an attribute. An argument of the constructor is checked as there, and raises if it has no effect."""
         if name in self._checks:
             self._checks[name](name, value)
-            if name in self.__dict__ or name in self._modules:
+            if name in self.__dict__ or name in dict(self.named_children()):  # not a property, which may read
                 self._check_change(name, value)
         super().__setattr__(name, value)
 

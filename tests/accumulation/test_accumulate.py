@@ -266,7 +266,8 @@ def test_no_micro_batch_but_the_last_is_waited_for(
     for index, (step, batch) in enumerate(loop):
         loss = model(batch).square().sum() / (len(batch) if items else 1)
         number = {"tensor": torch.full((), len(batch), device=device), "number": len(batch)}.get(items)
-        with Blindfold(), no_waits() if index < len(rows) - 1 else nullcontext():
+        blindfold = nullcontext() if device.type == "cpu" else Blindfold()  # on the host a count is there already
+        with blindfold, no_waits() if index < len(rows) - 1 else nullcontext():
             step.backward(loss, num_items=number)
     with Blindfold(), pytest.raises(AssertionError, match="a value was read"):  # it does see a read
         float(step.mean_loss())
