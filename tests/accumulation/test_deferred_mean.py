@@ -215,63 +215,6 @@ def test_two_sums_that_fail_over_groups_that_overlap(rank: int) -> None:
     assert error_of(lambda: deferred.finish([dist.group.WORLD])) == ("none", "")
 
 
-def _fails(model: nn.Module, batch: Batch) -> Any:
-    raise KeyError("tokens")
-
-
-WINDOW_FAULTS: dict[str, tuple[Any, str, str]] = {  # what fn does in the second micro-batch of the last rank
-    "raises": (_fails, "RuntimeError", "KeyError: 'tokens'"),
-    "no pair": (lambda model, batch: sum_loss(model, batch), "TypeError", "1: expected a pair (loss_sum, n), got a"),
-    "mean": (
-        lambda model, batch: (model(batch["tokens"]).mean(), 2),
-        "ValueError",
-        '1: expected the sum over its terms, got a mean. Sum it up, as with reduction="sum", or',
-    ),
-    "vector": (lambda model, batch: (model(batch["tokens"]), 2), "ValueError", "batch 1: expected one element"),
-    "negative": (lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "1: expected a finite number >= 0"),
-    "text": (lambda model, batch: (sum_loss(model, batch), "2"), "TypeError", "n of micro-batch 1: expected a number"),
-    "names": (
-        lambda model, batch: ({"ce": sum_loss(model, batch)}, {"ce": 2}),
-        "TypeError",
-        "several numbers: use accumulate",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@pytest.mark.parametrize("fault", WINDOW_FAULTS)
-@on_ranks()
-def test_a_mistake_in_a_window_discards_the_step_on_every_rank(rank: int, fault: str, kind: str) -> None:
-    """In the first and in the third window, after a backward of its own; the next step is exact."""
-    wrong, error_kind, text = WINDOW_FAULTS[fault]
-    if (kind, fault) == ("fsdp2", "raises"):
-        return  # before a forward, in which the others wait
-    model, window = wrap(Model(buffers=kind == "ddp"), kind), make_window("full", rank)
-    deferred, expected = DeferredMean(model, by_hand(model)), one_process(Model(), all_batches("full")).gradient
-
-    def right(batch: Batch) -> Any:
-        return sum_loss(model, batch), num_valid(batch)
-
-    def spoiled(batch: Batch) -> Any:
-        is_bad = batch is window[2] and rank == dist.get_world_size() - 1
-        return wrong(model, batch) if is_bad else right(batch)
-
-    for _ in range(2):
-        deferred.backward(*right(window[0]))
-        found, message = common_error(lambda: deferred.backward_window(window[1:], spoiled))
-        assert found == error_kind
-        assert message.startswith(f"DeferredMean.backward_window (end of the window) failed on rank {rank_of_last()}")
-        assert text in message
-        assert error_of(deferred.finish)[0] == "RuntimeError"  # nothing is left
-        for _ in range(2):
-            model.zero_grad()
-            totals = deferred.backward_window(window, right)
-            assert totals.num_terms == sum(map(num_valid, all_batches("full")))
-            assert deferred.finish(sync_groups(kind)) == totals.num_terms
-            assert error(gradient(model), expected) <= 1e-12
-        model.zero_grad()
-
-
 @on_ranks(2)
 def test_without_a_forward_that_communicates_an_error_is_in_no_header(rank: int) -> None:
     """The other ranks would wait in that forward, here without parts of them. The control: after the forward."""
@@ -292,10 +235,6 @@ def test_without_a_forward_that_communicates_an_error_is_in_no_header(rank: int)
         deferred.backward_window(window, lambda batch: (sum_loss(model, batch), num_valid(batch)))
         deferred.finish()
         assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= 1e-12
-
-
-def rank_of_last() -> int:
-    return dist.get_world_size() - 1
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

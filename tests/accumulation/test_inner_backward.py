@@ -15,6 +15,7 @@ from on_ranks import common_error, on_ranks
 from subjects import Headless, Model, Router, by_hand, error, gradient, mesh_of, reduced, wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from verbs import InChunks, factor_in, run_window
 from workers import error_of
 
 from fullrank import DeferredMean, accumulate, clip_grad_norm_, count_valid_tokens, discard_gradients_
@@ -153,168 +154,27 @@ def _with_penalty(model: nn.Module, batch: Batch) -> Tensor:
     return loss + 0 * torch.stack([grad.square().sum() for grad in grads]).sum()
 
 
-def chunked_sum(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Any]:
-    """Return the summed loss of all chunks, and a function that back-propagates their gradients."""
-    leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)]
-    rows, targets = leaves[0][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    losses = []
-    for part in range(0, len(rows), 5):
-        logits = F.linear(rows[part : part + 5], *leaves[1:])
-        loss = F.cross_entropy(logits, targets[part : part + 5], ignore_index=IGNORED, reduction="sum")
-        (factor * loss).backward()
-        losses.append(loss.detach())
-    grads = [leaf.grad for leaf in leaves]
-    return torch.stack(losses).sum(), lambda: torch.autograd.backward([hidden, weight, bias], grads)
-
-
-def run_own(model: nn.Module, batches: list[Batch], form: str, factor: float | None = None) -> Tensor:
-    """Run a window with a loss that back-propagates itself; ``factor`` replaces that of the window."""
-    inner = getattr(model, "module", model)
-    for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
-        if form == "injected":
-            inner.middle[0].factor = step.factor if factor is None else factor
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks()
+def test_a_layer_with_a_loss_takes_the_factor(rank: int, kind: str) -> None:
+    """Other losses that take it are in tests/conformance. The control is a window without it."""
+    model, batches = wrap(Model(middle=[Router()]), kind), make_window("uneven", rank)
+    layer, reference = getattr(model, "module", model).middle[0], Model()
+    everything = all_batches("uneven")
+    losses = [sum_loss(reference, batch) for batch in everything]
+    losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everything]
+    mean = torch.stack(losses).sum() / sum(map(num_valid, everything))
+    mean.backward()
+    for is_control in (False, False, False, True):
+        for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
+            layer.factor = 1.0 if is_control else step.factor
             loss = sum_loss(model, batch)
-            step.record(inner.middle[0].loss_sum)
+            step.record(layer.loss_sum)
             step.backward(loss)
-        elif form == "some" and (dist.get_rank() + len(batch["tokens"])) % 2:
-            step.backward(sum_loss(lambda tokens: inner.down(model(tokens)), batch))
-        else:
-            hidden = model(batch["tokens"])
-            scale = step.factor if factor is None else factor
-            loss, backward = chunked_sum(hidden, inner.down.weight, inner.down.bias, batch["labels"], scale)
-            if form == "record first":
-                step.record(loss)
-            backward()
-            if form != "record first":
-                step.record(loss)
-    return step.mean_loss()
-
-
-def model_of(form: str) -> nn.Module:
-    return Model(middle=[Router()]) if form == "injected" else Headless()
-
-
-def expected_of(form: str, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Return gradient and loss in one process, with one division."""
-    model, total = Model(), max(sum(map(num_valid, batches)), 1)
-    losses = [sum_loss(model, batch) for batch in batches]
-    if form == "injected":
-        losses += [0.1 * model.up(model.embed(batch["tokens"])).square().sum() for batch in batches]
-    loss = torch.stack(losses).sum() / total
-    loss.backward()
-    return gradient(model), loss.detach()
-
-
-@pytest.mark.parametrize("layout", ["uneven", "full", "unequal"])
-@pytest.mark.parametrize("form", ["record last", "record first", "injected", "some"])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@on_ranks()
-def test_a_loss_that_takes_the_factor(rank: int, kind: str, form: str, layout: str) -> None:
-    """The control is a window without the factor."""
-    if kind == "fsdp2" and layout == "unequal":
-        return  # refused
-    model, batches = wrap(model_of(form), kind), make_window(layout, rank)
-    expected, mean = expected_of(form, all_batches(layout))
-    for _ in range(3):
-        loss = run_own(model, batches, form)
-        assert error(reduced(model), expected) <= 1e-12
-        assert error(loss, mean) <= 1e-12
-        assert loss.dtype == torch.float64
-        model.zero_grad()
-    if form != "some":
-        run_own(model, batches, form, factor=1.0)
-        assert error(reduced(model), expected) > 0.1
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@on_ranks()
-def test_a_window_without_terms_has_the_factor_0(rank: int, kind: str) -> None:
-    model = wrap(Headless(), kind)
-    assert run_own(model, make_window("none", rank), "record last") == 0
-    assert not reduced(model).any()
-
-
-def _record_text(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    loss()
-    step.record("x" if index == 0 else 0.0)
-
-
-def _record_twice(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    step.record(loss())
-    step.record(0.0)
-
-
-def _record_after(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    if index == 0:
-        step.backward(loss.of_graph())
-        step.record(0.0)
-    else:
-        step.record(loss())
-
-
-def _last_text(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    value = loss()
-    step.record(value if index < 2 else "x")
-
-
-def _nothing_last(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    if index < 2:
-        step.record(loss())
-
-
-def _nothing_first(step: Any, index: int, loss: Callable[[], Tensor]) -> None:
-    if index > 0:
-        step.record(loss())
-
-
-FAULTS: dict[str, Any] = {  # what a rank does, and the error of all
-    "text": (_record_text, "TypeError", "recorded loss of micro-batch 0: expected a number"),
-    "text in the last": (_last_text, "TypeError", "recorded loss of micro-batch 2: expected a number"),
-    "twice": (_record_twice, "RuntimeError", "recorded loss of micro-batch 0: expected one call, before step.backward"),
-    "after backward": (_record_after, "RuntimeError", "micro-batch 0: expected one call, before step.backward"),
-    "nothing in the last": (_nothing_last, "RuntimeError", "micro-batch 2: expected one backward, got 0"),
-    "nothing in the first": (_nothing_first, "RuntimeError", "micro-batch 0: expected one backward, got 0"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@on_ranks()
-def test_faults_of_one_rank_are_raised_on_all(rank: int, kind: str, fault: str) -> None:
-    """In the first window and after a right one; a right window follows, with the gradient of one process."""
-    if kind == "fsdp2" and fault.startswith("nothing"):
-        return  # the others wait for its forward and backward
-    model, batches, last = wrap(Headless(), kind), make_window("full", rank), dist.get_world_size() - 1
-    expected, _ = expected_of("", all_batches("full"))
-    body, kind_of_error, text = FAULTS[fault]
-
-    def spoiled() -> None:
-        inner = getattr(model, "module", model)
-        for index, (step, batch) in enumerate(accumulate(model, batches, count_valid_tokens, group=by_hand(model))):
-
-            def own(step: Any = step, batch: Batch = batch) -> Tensor:
-                hidden = model(batch["tokens"])
-                weight, bias = inner.down.weight, inner.down.bias
-                loss, backward = chunked_sum(hidden, weight, bias, batch["labels"], step.factor)
-                backward()
-                return loss
-
-            def of_graph(batch: Batch = batch) -> Tensor:
-                return sum_loss(lambda tokens: inner.down(model(tokens)), batch)
-
-            own.of_graph = of_graph  # type: ignore[attr-defined]
-            if rank == last:
-                body(step, index, own)
-            else:
-                step.record(own())
-
-    for _ in range(2):
-        found, message = common_error(spoiled)
-        assert (found, text in message) == (kind_of_error, True), message
-        assert f"rank {last}" in message
-        assert not gradient(model).any()
-        run_own(model, batches, "record last")
-        assert error(reduced(model), expected) <= 1e-12
+        wrong = error(reduced(model), gradient(reference))
+        assert wrong > 0.1 if is_control else wrong <= 1e-12
+        assert error(step.mean_loss(), mean.detach()) <= 1e-12
+        assert step.mean_loss().dtype == torch.float64
         model.zero_grad()
 
 
@@ -342,7 +202,7 @@ def test_number_of_headers(rank: int) -> None:
 
     model, batches = Headless(), make_window("full", rank)
     with CollectiveCounter() as counter:
-        run_own(model, batches, "record last")
+        run_window(model, batches, loss=InChunks, use=factor_in("last"))
     assert counter.total == 3, counter
 
 

@@ -150,6 +150,23 @@ def num_valid(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
+WEIGHTS = {"mtp": 0.3}  # of the second loss of TwoHeads
+
+
+def sum_losses(model: Callable[[Tensor], Any], batch: Batch) -> dict[str, Tensor]:
+    """Return the sums of the two losses of ``TwoHeads``."""
+    sums = {}
+    for shift, (name, logits) in enumerate(zip(("ce", "mtp"), model(batch["tokens"])), 1):
+        labels = batch["labels"][:, shift:].flatten()
+        sums[name] = F.cross_entropy(logits[:, :-shift].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    return sums
+
+
+def num_mtp(batch: Batch) -> Tensor:
+    """Return the number of terms of the second loss."""
+    return (batch["labels"][:, 2:] != IGNORED).sum()
+
+
 class Result(NamedTuple):
     """A gradient of all parameters, flattened, and a loss."""
 
@@ -165,5 +182,15 @@ def one_process(model: nn.Module, batches: Sequence[Batch], total: float | None 
     model.zero_grad()
     loss = torch.stack([sum_loss(model, batch) for batch in batches]).sum()
     loss = loss / (total or max(sum(map(num_valid, batches)), 1))
+    loss.backward()
+    return Result(gradient(model), loss.detach())
+
+
+def one_process_of_terms(model: nn.Module, batches: Sequence[Batch], mtp: float = WEIGHTS["mtp"]) -> Result:
+    """Return the definition for two losses, each divided by its own number."""
+    model.zero_grad()
+    losses = [sum_losses(model, batch) for batch in batches]
+    loss = torch.stack([each["ce"] for each in losses]).sum() / max(1, sum(map(num_valid, batches)))
+    loss = loss + mtp * torch.stack([each["mtp"] for each in losses]).sum() / max(1, int(sum(map(num_mtp, batches))))
     loss.backward()
     return Result(gradient(model), loss.detach())

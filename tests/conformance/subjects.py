@@ -76,6 +76,21 @@ class Headless(Model):
         return torch.tanh(self.middle(self.up(self.embed(tokens))))
 
 
+class TwoHeads(Model):
+    """Predicts the next token, and the one after it."""
+
+    def __init__(self, dtype: torch.dtype | str = torch.float64, **options: Any) -> None:
+        super().__init__(dtype, **options)
+        self.mtp = nn.Linear(HIDDEN, NUM_FEATURES, dtype=self.down.weight.dtype)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.mtp.parameters()):
+                parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel()).view_as(parameter))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.up(self.embed(tokens)))
+        return self.down(hidden), self.mtp(hidden)
+
+
 class _AddGradient(torch.autograd.Function):
     """Returns ``hidden``, and adds ``factor`` times the gradient of ``loss``."""
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
+from batches import all_batches, make_batch, make_window, num_mtp, num_valid, sum_loss
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
-from verbs import UNDER_HSDP, VERBS, WRAPPERS_OF
+from verbs import COUNTS, UNDER_HSDP, VERBS, WRAPPERS_OF, factor_in, model_of, one_process_of
 
 import fullrank
 
@@ -21,7 +21,9 @@ MOST = 0.5  # max_norm, as a share of the norm
 # Where a wrapper communicates in the last backward alone, the ranks may have different numbers of micro-batches.
 FREE = {
     (verb, kind)
-    for verb in ("accumulate", "DeferredMean window", "pooled_backward")
+    for verb in VERBS
+    if verb.startswith(("accumulate", "terms", "factor", "DeferredMean window", "pooled_backward"))
+    and not verb.endswith(("each", "shard"))
     for kind in ("plain", "ddp", "replicate")
     if (verb, kind) not in {("pooled_backward", "replicate"), ("DeferredMean window", "replicate")}
 }
@@ -45,17 +47,19 @@ def cases() -> list[Any]:
     for verb, kinds in WRAPPERS_OF.items():
         for kind in kinds:
             is_common = kind == "ddp" or (kind in ("plain", "fsdp2") and verb in MOST_USED)
+            is_common = is_common and not verb.endswith(("scale", "factors", "some"))
             found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [pytest.mark.slow]))
             found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
             marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and verb in MOST_USED else [pytest.mark.full]
             found.append(pytest.param(2, verb, kind, "float32", marks=marks))
     for verb in UNDER_HSDP:
-        is_common = verb in (*MOST_USED, "accumulate shard")
+        is_of_form = verb.startswith(("terms", "factor"))
+        is_common = verb in (*MOST_USED, "accumulate shard", "terms factors", "terms means")
         found.append(
             pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow if is_common else pytest.mark.full)
         )
         found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
-        for world_size, shape in ((2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")):
+        for world_size, shape in [] if is_of_form else [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]:
             found.append(pytest.param(world_size, verb, f"hsdp {shape}", "float64", marks=pytest.mark.slow))
     return found
 
@@ -67,12 +71,11 @@ def test_equals_one_process(rank: int, verb: str, kind: str, dtype: str) -> None
 
     One model takes a step with each.
     """
-    kept, reference = getattr(torch, dtype), Model(dtype)
-    model, errors = wrap(Model(dtype), kind), {}
+    kept, model, errors = getattr(torch, dtype), wrap(model_of(verb, dtype), kind), {}
     for layout in ["full", "uneven", "none", "three", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
         model.zero_grad()
         window = windows_of(layout)
-        expected = one_process(reference, [batch for batches in window for batch in batches])
+        reference, expected = one_process_of(verb, [batch for batches in window for batch in batches], dtype)
         loss = VERBS[verb](model, window[rank])
         assert (loss.dtype, loss.shape, loss.requires_grad) == (kept, (), False)
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -135,16 +138,25 @@ def test_number_of_collectives(rank: int, verb: str, kind: str) -> None:
         ("count alone", "ddp"),
         ("divided before the sum", "plain"),
         ("second sync", "plain"),
+        ("one count of two losses", "ddp"),
+        ("no factor", "plain"),
+        ("no factor", "ddp"),
+        ("no factor", "fsdp2"),
     ],
 )
 @on_ranks(2)
 def test_control_what_is_widely_done_is_wrong(rank: int, way: str, kind: str) -> None:
-    reference, model = Model(), wrap(Model(), kind)
-    batches, expected = make_window("full", rank), one_process(reference, all_batches("full")).gradient
+    verb, options = {
+        "unshifted count": ("accumulate", {"count": partial(fullrank.count_valid_tokens, shift=False)}),
+        "one count of two losses": ("terms backward", {"count": dict.fromkeys(COUNTS, num_mtp)}),
+        "no factor": ("factor last", {"use": factor_in("last", 1.0)}),
+    }.get(way, ("", {}))
+    model, batches = wrap(model_of(verb), kind), make_window("full", rank)
+    expected = one_process_of(verb, all_batches("full"))[1].gradient
     number = sum(map(num_valid, all_batches("full")))
-    if way == "unshifted count":
-        VERBS["accumulate"](model, batches, count=partial(fullrank.count_valid_tokens, shift=False))
-    for index, batch in enumerate([] if way == "unshifted count" else batches):
+    if verb:
+        VERBS[verb](model, batches, **options)
+    for index, batch in enumerate([] if verb else batches):
         with fullrank.maybe_no_sync(model, index, len(batches)):
             terms = {"mean of means": len(batches) * max(num_valid(batch), 1), "fixed length": 2 * len(batches) * 8}
             (sum_loss(model, batch) / terms.get(way, 1)).backward()

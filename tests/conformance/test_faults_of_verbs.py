@@ -6,6 +6,7 @@ communicate at other places once they have warmed up, and under DDP without and 
 
 from __future__ import annotations
 
+import math
 import random
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,38 +17,59 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Batch, all_batches, make_window, one_process
+from batches import WEIGHTS, Batch, all_batches, make_window, num_valid, sum_loss
 from faults import Arguments, Fault
 from on_ranks import on_ranks, same
-from subjects import Model, error, gradient, has_gradients, switches, wrap
+from subjects import Model, TwoHeads, error, gradient, has_gradients, mesh_of, switches, wrap
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from verbs import accumulated, deferred, deferred_of, mean_over_ranks, pooled, reduction_of, scores_of
+from verbs import (
+    COUNTS,
+    VERBS,
+    InChunks,
+    deferred_of,
+    factor_in,
+    mean_over_ranks,
+    model_of,
+    one_process_of,
+    pooled,
+    reduction_of,
+    scores_of,
+    terms_in,
+)
+from workers import error_of
 
 from fullrank import count_valid_tokens, global_mean
+from fullrank.accumulation.accumulate import MAX_TERMS
 
 # --- what every rank passes if it does nothing wrong
 
 
-def loop(mistake: Callable[[Any, Tensor, int], Any] | None = None, place: int = -1, *, means: bool = False) -> Any:
-    """Return the body of a loop over ``accumulate`` with a mistake in one micro-batch; or all with means for losses."""
+def plain(step: Any, index: int, loss: Tensor, items: int) -> None:
+    """Be the body of a loop over ``accumulate``."""
+    step.backward(loss)
 
-    def use(step: Any, index: int, loss: Tensor, items: int) -> None:
-        if index == place:
-            mistake(step, loss, items)
-        elif means:
-            step.backward(loss / max(items, 1), num_items=items)
-        else:
-            step.backward(loss)
 
-    return use
+def means(step: Any, index: int, loss: Tensor, items: int) -> None:
+    """Be one with means for losses."""
+    step.backward(loss / max(items, 1), num_items=items)
+
+
+def loop(mistake: Callable[[Any, Any, int], Any], place: int, right: Callable[..., None] = plain) -> Any:
+    """Return the body of a loop with a mistake in one micro-batch."""
+    return lambda step, index, loss, items: (
+        mistake(step, loss, items) if index == place else right(step, index, loss, items)
+    )
 
 
 def arguments_of(verb: str, model: nn.Module, rank: int) -> Arguments:
     """Return the arguments of a right step of this rank."""
-    arguments: Arguments = {"model": model, "batches": make_window("full", rank), "through": lambda index: model}
+    arguments: Arguments = {"model": model, "batches": make_window("full", rank)}
+    if verb in UNSEEN_BY:
+        arguments |= {"through": lambda index: model}
     if verb.startswith("accumulate"):
-        arguments |= {"count": count_valid_tokens, "use": loop(), "sync": "each" if "each" in verb else "last"}
+        arguments |= {"count": count_valid_tokens, "use": plain, "sync": "each" if "each" in verb else "last"}
     if verb == "pooled_backward":
         arguments |= {"forward": partial(scores_of, model), "loss": partial(mean, model), "context": nullcontext}
     return arguments
@@ -63,9 +85,7 @@ def take(verb: str, arguments: Arguments) -> None:
     given = dict(arguments)
     model, batches = given.pop("model"), given.pop("batches")
     given.pop("use" if verb == "DeferredMean" else "call", None)  # a fault of several verbs passes both
-    if verb == "DeferredMean":
-        deferred(model, batches, **given)
-    elif verb == "pooled_backward":
+    if verb == "pooled_backward":
         context, through = given.pop("context"), given.pop("through")
         if through(0) is not model or through(2) is not model:
             modules = iter([through(index) for _ in range(2) for index in range(3)])
@@ -73,7 +93,7 @@ def take(verb: str, arguments: Arguments) -> None:
         with context():
             pooled(model, batches, **given)
     else:
-        accumulated(model, batches, **given)
+        VERBS[verb](model, batches, **given)
 
 
 def _local_count(given: Arguments) -> Arguments:
@@ -157,10 +177,12 @@ OPENINGS = {
 }
 
 
-def looped(place: int, mistake: Callable[[Any, Tensor, int], Any], kind: str, text: str, **options: Any) -> Fault:
+def looped(
+    place: int, mistake: Callable[[Any, Any, int], Any], kind: str, text: str, right: Any = plain, **common: Any
+) -> Fault:
     """Return the fault of a mistake in one micro-batch of a loop."""
-    common = {"use": loop(**options)} if options else {}
-    return Fault(lambda given: {"use": loop(mistake, place, **options)}, kind, text, lambda given: common)
+    common = {"use": right} | common
+    return Fault(lambda given: {"use": loop(mistake, place, right)}, kind, text, lambda given: common)
 
 
 def _twice(step: Any, loss: Tensor, items: int) -> None:
@@ -185,6 +207,7 @@ _mean: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]).m
 _part_of_mean: Any = lambda step, loss, items: step.scale(torch.stack([loss] * 3).mean() / 3).backward()  # noqa: E731
 _A_MEAN = "expected the sum over its terms, got a mean."
 _A_GRAPH = "expected a loss with a graph"
+_NAMES = "expected the names ['ce', 'mtp']"
 
 LOOPS = {
     "mean in 0": looped(0, _mean, "ValueError", f"on rank 1: loss of micro-batch 0: {_A_MEAN}"),
@@ -198,12 +221,12 @@ LOOPS = {
     "no graph in 2": looped(2, _no_graph, "ValueError", f"on rank 1: loss of micro-batch 2: {_A_GRAPH}"),
     "no call in 2": looped(2, _no_call, "RuntimeError", "on rank 1: micro-batch 2: expected one backward, got 0."),
     "two calls in 0": looped(0, _twice, "RuntimeError", "expected one call of backward or scale, got 2."),
-    "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means=True),
+    "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means),
     "tensor of negative items in 1": looped(
         1, _with_items(torch.tensor(-1)), "ValueError", "1: expected a finite number >= 0, got -1."
     ),
-    "text as items in 0": looped(0, _with_items("3"), "TypeError", "0: expected a number or a tensor", means=True),
-    "too many items in 0": looped(0, _too_many, "ValueError", "num_items of micro-batch 0: expected ", means=True),
+    "text as items in 0": looped(0, _with_items("3"), "TypeError", "0: expected a number or a tensor", means),
+    "too many items in 0": looped(0, _too_many, "ValueError", "num_items of micro-batch 0: expected ", means),
 }
 # No backward follows these, for which the others wait where the wrapper communicates in every one.
 WITHOUT_BACKWARD = {
@@ -376,6 +399,147 @@ def _leaf(given: Arguments) -> Arguments:
     }
 
 
+_RIGHT = terms_in("backward")
+_TERMS: dict[str, Any] = {  # arguments of step.backward instead of losses by name and their weights
+    "unknown name": (lambda sums: {"loss": sums | {"kl": sums["ce"]}}, "ValueError", _NAMES),
+    "missing other name": (lambda sums: {"loss": {"mtp": sums["mtp"]}}, "ValueError", _NAMES),
+    "no mapping": (lambda sums: {"loss": sums["ce"] + sums["mtp"]}, "TypeError", "a mapping of ['ce', 'mtp']"),
+    "unknown weight": (lambda sums: {"weights": {"kl": 1.0}}, "ValueError", "a mapping of names among"),
+    "infinite weight": (
+        lambda sums: {"weights": {"mtp": math.inf}},
+        "ValueError",
+        "weight of 'mtp': expected a finite number, got inf",
+    ),
+    "text weight": (lambda sums: {"weights": {"mtp": "1"}}, "TypeError", "weight of 'mtp': expected"),
+    "items": (lambda sums: {"num_items": 3}, "ValueError", "expected a mapping of names among"),
+    "unknown items": (lambda sums: {"num_items": {"kl": 3}}, "ValueError", "a mapping of names among"),
+    "other items": (lambda sums: {"num_items": {"mtp": torch.tensor(99)}}, "ValueError", "of 'mtp': expected "),
+}
+# A loss of each name, of one, of none and of another weight: what is left for a wrapper to communicate.
+_GRAPHS: dict[str, Any] = {
+    "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
+    "missing name": (lambda sums: {"loss": {"ce": sums["ce"]}}, "ValueError", _NAMES),
+    "no name": (lambda sums: {"loss": {}}, "ValueError", _NAMES),
+    "other weight": (lambda sums: {"weights": {"mtp": 0.5}}, "ValueError", "as earlier in this"),
+}
+
+
+def termed(place: int, change: Callable[[Any], Arguments], kind: str, text: str) -> Fault:
+    """Return the fault of other arguments for losses with names."""
+    wrong = lambda step, sums, items: step.backward(**{"loss": sums, "weights": WEIGHTS} | change(sums))  # noqa: E731
+    return looped(place, wrong, kind, text, _RIGHT)
+
+
+def _early(step: Any, index: int, losses: Any, items: int) -> None:
+    """Read the factors on one rank, which sends its weights ahead."""
+    if dist.get_rank() == 0:
+        step.factors  # noqa: B018
+    _RIGHT(step, index, losses, items)
+
+
+def _one_of_two(step: Any, index: int, losses: Any, items: int) -> None:
+    step.backward(losses["ce"])
+
+
+_other_weights: Any = lambda step, index, losses, items: step.backward(losses, weights={"mtp": 1.3})  # noqa: E731
+_TWO_WEIGHTS = "accumulate (end of the window): expected the same on every rank, got weight of 'mtp': 0.3 on rank 0, 1."
+TERMS = {f"{name} in 1": termed(1, *row) for name, row in _TERMS.items()} | {
+    "other weights": passed("use", _other_weights, "ValueError", _TWO_WEIGHTS),
+    "other weights, early": passed("use", _other_weights, "ValueError", _TWO_WEIGHTS, use=_early),
+}
+GRAPHS = {f"{name} in {place}": termed(place, *row) for place in (1, 0, 2) for name, row in _GRAPHS.items()}
+# Zeros from all outputs would gather the other head under FSDP2, in which the other ranks take no part.
+ONE_HEAD = {
+    "a head left out": looped(
+        1,
+        lambda step, losses, items: step.backward(losses["ce"], num_items=-1),
+        "ValueError",
+        "num_items of micro-batch 1: expected a finite number >= 0",
+        _one_of_two,
+        count=count_valid_tokens,
+    )
+}
+COUNTED = {  # what one rank counts
+    "other names": passed("count", {"ce": count_valid_tokens}, "ValueError", "count of 'mtp'"),
+    "no names": passed("count", {}, "ValueError", f"one to {MAX_TERMS} names, got 0"),
+    "too many": passed("count", {str(n): len for n in range(MAX_TERMS + 1)}, "ValueError", f"one to {MAX_TERMS} names"),
+    "a number as name": passed("count", {1: len}, "TypeError", "names that are not empty"),
+    "no name as name": passed("count", {"": len}, "TypeError", "names that are not empty"),
+    "text as count": passed("count", COUNTS | {"ce": "x"}, "TypeError", "count of 'ce': expected a function"),
+    "negative": passed(
+        "count", COUNTS | {"ce": lambda batch: -1}, "ValueError", "count of 'ce' of micro-batch 0: expected a finite"
+    ),
+    "no mapping": passed("count", count_valid_tokens, "ValueError", "the same on every rank"),
+}
+
+
+def recorded(place: int, mistake: Callable[[Any, InChunks], Any], kind: str, text: str) -> Fault:
+    """Return the fault of a loss that back-propagates itself."""
+    return looped(place, lambda step, loss, items: mistake(step, loss), kind, text, factor_in("last"))
+
+
+def _text(step: Any, loss: InChunks) -> None:
+    loss(step)[1]()
+    step.record("x")
+
+
+def _after(step: Any, loss: InChunks) -> None:
+    step.backward(loss.sum())
+    step.record(0.0)
+
+
+def _twice_recorded(step: Any, loss: InChunks) -> None:
+    factor_in("last")(step, 0, loss, 0)
+    step.record(0.0)
+
+
+_ONE_RECORD = "recorded loss of micro-batch 0: expected one call, before step.backward"
+RECORDED = {
+    "text in 0": recorded(0, _text, "TypeError", "recorded loss of micro-batch 0: expected a number"),
+    "text in 2": recorded(2, _text, "TypeError", "recorded loss of micro-batch 2: expected a number"),
+    "twice": recorded(0, _twice_recorded, "RuntimeError", _ONE_RECORD),
+    "after backward": recorded(0, _after, "RuntimeError", _ONE_RECORD),
+}
+NOTHING = {  # a rank that runs no forward: under FSDP2 the others wait in theirs
+    f"nothing in {place}": recorded(
+        place, lambda step, loss: None, "RuntimeError", f"micro-batch {place}: expected one backward, got 0"
+    )
+    for place in (0, 2)
+}
+
+
+def windowed(wrong: Callable[[nn.Module, Batch], Any], kind: str, text: str) -> Fault:
+    """Return the fault of another result for the second micro-batch of ``DeferredMean.backward_window``."""
+
+    def change(given: Arguments) -> Arguments:
+        right = lambda model, batch: (sum_loss(model, batch), num_valid(batch))  # noqa: E731
+        return {"fn": lambda model, batch: (wrong if batch is given["batches"][2] else right)(model, batch)}
+
+    return Fault(change, kind, f"DeferredMean.backward_window (end of the window) failed on rank 1: {text}")
+
+
+WINDOWED = {
+    "no pair": windowed(sum_loss, "TypeError", "fn of micro-batch 1: expected a pair (loss_sum, n), got a"),
+    "mean": windowed(
+        lambda model, batch: (model(batch["tokens"]).mean(), 2), "ValueError", f"loss of micro-batch 1: {_A_MEAN}"
+    ),
+    "vector": windowed(
+        lambda model, batch: (model(batch["tokens"]), 2), "ValueError", "loss of micro-batch 1: expected one element"
+    ),
+    "negative": windowed(
+        lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "n of micro-batch 1: expected a finite number"
+    ),
+    "text": windowed(
+        lambda model, batch: (sum_loss(model, batch), "2"), "TypeError", "n of micro-batch 1: expected a number"
+    ),
+    "names": windowed(
+        lambda model, batch: ({"ce": sum_loss(model, batch)}, {"ce": 2}),
+        "TypeError",
+        "loss_sum: expected one summed loss, got a dict.",
+    ),
+}
+RAISED = {"raises": windowed(_fail, "RuntimeError", "Mistake: this is mine")}
+
 UNSEEN = {
     "module in every one": _unseen(range(3)),
     "module in the last": _unseen([2]),
@@ -387,7 +551,11 @@ FAULTS = {
     "accumulate each": WITHOUT_BACKWARD | UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
+    "DeferredMean both": WINDOWED | RAISED,
+    "terms backward": COUNTED | TERMS | GRAPHS | ONE_HEAD,
+    "factor last": RECORDED | NOTHING,
 }
+UNSEEN_BY = [verb for verb, faults in FAULTS.items() if UNSEEN.keys() <= faults.keys()]
 
 
 # --- one step with a fault, and the next one
@@ -405,18 +573,27 @@ class Seen(NamedTuple):
 
 
 @cache
-def gradient_of_one_process() -> Tensor:
+def gradient_of_one_process(verb: str) -> Tensor:
     """Return the gradient of a right step."""
-    return one_process(Model(), all_batches("full")).gradient
+    return one_process_of(verb, all_batches("full"))[1].gradient
+
+
+def wrapped(verb: str, kind: str, buffers: bool) -> nn.Module:
+    """Return the model of a verb; FSDP2 gathers each of two heads in the backward of its own loss."""
+    model = model_of(verb, buffers=buffers)
+    for head in (model.down, model.mtp) if isinstance(model, TwoHeads) and kind == "fsdp2" else ():
+        fully_shard(head, mesh=mesh_of(kind))
+    return wrap(model, kind)
 
 
 def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list[Seen]:
     """Run a step in which the last rank, or everyone, does something wrong, and the next one; and both again."""
     is_bad, found = is_everyone or rank == dist.get_world_size() - 1, []
-    for buffers in [False, True] if kind == "ddp" and name not in OPENINGS else [False]:
+    has_buffers = kind == "ddp" and name not in OPENINGS
+    for buffers in [False, True] if has_buffers and verb in UNSEEN_BY else [has_buffers]:
         if buffers and verb == "accumulate each" and not is_everyone:
             continue  # every forward broadcasts then
-        model = wrap(Model(buffers=buffers), kind)
+        model = wrapped(verb, kind, buffers)
         found.append(_spoil(rank, verb, FAULTS[verb][name], model, is_bad))
         if name == "backward inside":  # which is looked for in the first, second and fourth step, not in the third
             take(verb, arguments_of(verb, model, rank))
@@ -425,9 +602,9 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
 
 
 def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool) -> Seen:
-    expected = gradient_of_one_process()
+    expected, is_deferred = gradient_of_one_process(verb), verb.startswith("DeferredMean")
     model.zero_grad()
-    if verb != "DeferredMean":  # which begins without gradients
+    if not is_deferred:  # which begins without gradients
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
     given, before, found, printed = arguments_of(verb, model, rank), switches(model), ("none", ""), ""
@@ -438,7 +615,8 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool) -
     except Exception as raised:
         found, printed = (type(raised).__name__, str(raised)), "".join(traceback.format_exception(raised))
     left, restored = _left(model, expected), switches(model) == before
-    if verb == "DeferredMean":
+    if is_deferred:
+        assert error_of(deferred_of(model).finish)[0] == "RuntimeError"  # nothing is left
         deferred_of(model).discard()
     model.zero_grad()
     take(verb, arguments_of(verb, model, rank))
@@ -481,6 +659,10 @@ LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no cal
 LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
 
 
+TERMED = in_turns(TERMS | GRAPHS, tuple(name for name in GRAPHS if not name.endswith("1")))
+OWN = [*in_turns(RECORDED, ("text in 2", "after backward")), *in_turns(NOTHING, tuple(NOTHING), ("ddp", "plain"))]
+OF_WINDOW = [*in_turns(WINDOWED, ("vector", "negative")), *in_turns(RAISED, tuple(RAISED), ("ddp", "plain"))]
+
 # Arguments are checked before the wrapper is looked at.
 CALLED = in_turns(DEFERRED, ("vector", "finish instead", "negative count in the last"), ("ddp", "fsdp2"))
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
@@ -502,13 +684,18 @@ def rows() -> list[Any]:
     # What FSDP2 and HSDP hold unreduced is discarded too.
     found += [("pooled_backward", "replay", kind, 2, "dropped", False) for kind in ("fsdp2", "plain")]
     found += [("pooled_backward", "replay", "hsdp", 4, "dropped", False)]
+    found += [("terms backward", name, "plain", 2, "kept", False) for name in COUNTED]
+    found += [("terms backward", name, kind, 2, "dropped", False) for name, kind in TERMED]
+    found += [("terms backward", *ONE_HEAD, "fsdp2", 2, "dropped", False)]
+    found += [("factor last", name, kind, 2, "dropped", False) for name, kind in OWN]
+    found += [("DeferredMean both", name, kind, 2, "dropped", False) for name, kind in OF_WINDOW]
     # A forward that communicates cannot tell the others: they wait inside the model.
     # The step continues, and its gradient is exact.
     found += [("DeferredMean", name, kind, 2, "exact", False) for name, kind in CALLED]
     found += [("DeferredMean", name, "plain", 2, "exact", False) for name in FINISHED]
     found += [
         (verb, name, "ddp", 2, "exact" if verb == "DeferredMean" else "dropped", is_everyone)
-        for verb in FAULTS
+        for verb in UNSEEN_BY
         for name in UNSEEN
         for is_everyone in (False, True)
         # A replay has scores; with sync="each" the first micro-batch raises on that rank alone.
@@ -532,8 +719,8 @@ def test_a_mistake(rank: int, verb: str, name: str, kind: str, left: str, is_eve
         assert seen.left == left, seen
         assert seen.restored
         assert seen.next_error <= 1e-12, seen
-        # The cause of an error of pooled_backward may be one of the user's own.
-        assert seen.tracebacks == 1 or verb == "pooled_backward", seen
+        # The cause of an error of these may be one of the user's own.
+        assert seen.tracebacks == 1 or verb in ("pooled_backward", "DeferredMean both"), seen
 
 
 @pytest.mark.slow

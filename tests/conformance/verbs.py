@@ -6,6 +6,7 @@ also of a plain one, and returns the mean loss over all terms of all ranks: what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,26 +14,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import IGNORED, Batch, num_valid, sum_loss
-from subjects import NUM_FEATURES, by_hand
+from batches import (
+    IGNORED,
+    WEIGHTS,
+    Batch,
+    Result,
+    num_mtp,
+    num_valid,
+    one_process,
+    one_process_of_terms,
+    sum_loss,
+    sum_losses,
+)
+from subjects import NUM_FEATURES, Headless, Model, TwoHeads, by_hand
 from torch import Tensor, nn
 
 import fullrank
 from fullrank import DeferredMean, accumulate, all_reduce_grads_, count_valid_tokens
 from fullrank.gradients.wrappers import find_sync
 
+COUNTS: dict[str, Any] = {"mtp": num_mtp, "ce": count_valid_tokens}  # of TwoHeads
+
 
 def run_window(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     """Accumulate one window and return its mean loss; gradients of a plain model are not added over the ranks.
 
-    ``use(step, index, loss, items)`` is the body of the loop, and ``through(index)`` the module that is called.
+    ``use(step, index, loss, items)`` is the body of the loop, ``loss(model, batch)`` makes its loss, and
+    ``through(index)`` is the module that is called.
     """
     use = options.pop("use", lambda step, index, loss, items: step.backward(loss))
-    through = options.pop("through", lambda index: model)
+    through, loss = options.pop("through", lambda index: model), options.pop("loss", sum_loss)
     options.setdefault("group", by_hand(model))
     loop = accumulate(model, batches, options.pop("count", count_valid_tokens), **options)
     for index, (step, batch) in enumerate(loop):
-        use(step, index, sum_loss(through(index), batch), num_valid(batch))
+        use(step, index, loss(through(index), batch), num_valid(batch))
     return step.mean_loss()
 
 
@@ -41,6 +56,66 @@ def accumulated(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     loss = run_window(model, batches, **options)
     _add_up(model)
     return loss
+
+
+def terms_in(form: str) -> Callable[[Any, int, dict[str, Tensor], int], None]:
+    """Return the body of a loop over two losses with names: "backward", "scale", "factors" or "means"."""
+
+    def use(step: Any, index: int, losses: dict[str, Tensor], items: int) -> None:
+        if form == "factors":
+            factors = step.factors
+            for name, loss in losses.items():
+                step.record(loss, name, weight=WEIGHTS.get(name, 1.0))
+            sum(WEIGHTS.get(name, 1.0) * factors[name] * loss for name, loss in losses.items()).backward()
+        elif form == "means":  # NaN over no terms; the other loss stays a sum
+            step.backward(losses | {"ce": losses["ce"] / (items or math.nan)}, num_items={"ce": items}, weights=WEIGHTS)
+        elif form == "scale":
+            step.scale(losses, weights=WEIGHTS).backward()
+        else:
+            step.backward(losses, weights=WEIGHTS)
+
+    return use
+
+
+class InChunks:
+    """The summed loss of a ``Headless`` model, which back-propagates itself; ``sum()`` is the same with a graph."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model, self.batch, self.down = model, batch, getattr(model, "module", model).down
+
+    def __call__(self, step: Any, factor: float | None = None) -> tuple[Tensor, Callable[[], None]]:
+        """Return the loss, and a function that back-propagates the gradients of all chunks."""
+        given = self.model(self.batch["tokens"]), self.down.weight, self.down.bias
+        factor = step.factor if factor is None else factor  # after the forward, in which ranks without it wait
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        rows, targets = leaves[0][:, :-1].flatten(0, 1), self.batch["labels"][:, 1:].flatten()
+        losses = []
+        for part in range(0, len(rows), 5):
+            logits, labels = F.linear(rows[part : part + 5], *leaves[1:]), targets[part : part + 5]
+            loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            (factor * loss).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(), lambda: torch.autograd.backward(given, [leaf.grad for leaf in leaves])
+
+    def sum(self) -> Tensor:
+        return sum_loss(lambda tokens: self.down(self.model(tokens)), self.batch)
+
+
+def factor_in(form: str, factor: float | None = None) -> Callable[[Any, int, InChunks, int], None]:
+    """Return the body of a loop over losses that back-propagate themselves: they are recorded "last" or "first".
+
+    On "some" ranks the loss is one with a graph. ``factor`` replaces that of the window.
+    """
+
+    def use(step: Any, index: int, loss: InChunks, items: int) -> None:
+        if form == "some" and dist.get_rank() % 2:
+            step.backward(loss.sum())
+            return
+        value, backward = loss(step, factor)
+        for call in (partial(step.record, value), backward)[:: 1 if form == "first" else -1]:
+            call()
+
+    return use
 
 
 def deferred_of(model: nn.Module) -> DeferredMean:
@@ -76,9 +151,12 @@ def deferred(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     return one.mean_loss()
 
 
-def deferred_window(model: nn.Module, batches: Sequence[Batch], *, num_single: int = 0) -> Tensor:
-    """``DeferredMean.backward_window``; the first ``num_single`` micro-batches take a ``backward`` each."""
-    one = deferred_of(model)
+def deferred_window(model: nn.Module, batches: Sequence[Batch], *, num_single: int = 0, fn: Any = None) -> Tensor:
+    """``DeferredMean.backward_window``; the first ``num_single`` micro-batches take a ``backward`` each.
+
+    ``fn(model, batch)`` is the function for the others.
+    """
+    one, total = deferred_of(model), 0.0
 
     def sum_and_number(batch: Batch) -> tuple[Tensor, int]:
         return sum_loss(model, batch), num_valid(batch)
@@ -86,8 +164,9 @@ def deferred_window(model: nn.Module, batches: Sequence[Batch], *, num_single: i
     for batch in batches[:num_single]:
         one.backward(*sum_and_number(batch))
     if len(batches) > num_single:
-        one.backward_window(batches[num_single:], sum_and_number)
-    one.finish([] if by_hand(model) is None else [by_hand(model)])
+        total = one.backward_window(batches[num_single:], partial(fn, model) if fn else sum_and_number).num_terms
+    count = one.finish([] if by_hand(model) is None else [by_hand(model)])
+    assert num_single or total == count
     return one.mean_loss()
 
 
@@ -142,11 +221,19 @@ def _add_up(model: nn.Module) -> None:
         all_reduce_grads_(model, by_hand(model))
 
 
+FORMS_OF_TERMS = ("backward", "scale", "factors", "means")
+FORMS_OF_FACTOR = ("last", "first", "some")
+
 Verb = Callable[..., Tensor]
 VERBS: dict[str, Verb] = {
     "accumulate": accumulated,
     "accumulate each": partial(accumulated, sync="each"),
     "accumulate shard": partial(accumulated, sync="shard"),
+    **{
+        f"terms {form}": partial(accumulated, loss=sum_losses, count=COUNTS, use=terms_in(form))
+        for form in FORMS_OF_TERMS
+    },
+    **{f"factor {form}": partial(accumulated, loss=InChunks, use=factor_in(form)) for form in FORMS_OF_FACTOR},
     "DeferredMean": deferred,
     "DeferredMean window": deferred_window,
     "DeferredMean both": partial(deferred_window, num_single=1),
@@ -155,11 +242,27 @@ VERBS: dict[str, Verb] = {
     "pooled_backward shard": partial(pooled, sync="shard"),
     "maybe_no_sync": looped,
 }
+
+
+def model_of(verb: str, dtype: Any = torch.float64, **options: Any) -> Model:
+    """Return the model of a verb."""
+    return {"terms": TwoHeads, "factor": Headless}.get(verb.partition(" ")[0], Model)(dtype, **options)
+
+
+def one_process_of(verb: str, batches: Sequence[Batch], dtype: Any = torch.float64) -> tuple[nn.Module, Result]:
+    """Return the model of one process, which has the gradients, and its result."""
+    is_of_terms = verb.startswith("terms")
+    model = (TwoHeads if is_of_terms else Model)(dtype)
+    return model, (one_process_of_terms if is_of_terms else one_process)(model, batches)
+
+
 # Where each verb is tested: "shard" is for replicas of shards, which need four ranks.
 EVERYWHERE = ("plain", "ddp", "fsdp2", "replicate", "summed")
 WRAPPERS_OF = {
     "accumulate": EVERYWHERE,
     "accumulate each": ("plain", "ddp", "fsdp2"),
+    **{f"terms {form}": ("plain", "ddp", "fsdp2") for form in FORMS_OF_TERMS},
+    **{f"factor {form}": ("plain", "ddp", "fsdp2") for form in FORMS_OF_FACTOR},
     "DeferredMean": ("plain", "ddp", "fsdp2", "summed"),
     "DeferredMean window": ("plain", "ddp", "fsdp2", "summed"),
     "DeferredMean both": ("ddp", "fsdp2"),
@@ -167,4 +270,4 @@ WRAPPERS_OF = {
     "pooled_backward each": ("ddp", "fsdp2"),
     "maybe_no_sync": EVERYWHERE,
 }
-UNDER_HSDP = tuple(VERBS)
+UNDER_HSDP = tuple(verb for verb in VERBS if verb not in ("terms scale", "factor first", "factor some"))
