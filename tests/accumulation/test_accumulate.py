@@ -323,33 +323,6 @@ def test_mean_loss_is_for_ended_windows() -> None:
         step.backward(model(rows[0]).sum())
 
 
-def test_second_backward_through_one_scaled_loss_is_seen() -> None:
-    model, rows = make_rows()
-
-    def run() -> None:
-        for step, batch in fullrank.accumulate(model, rows, len):
-            scaled = step.scale(model(batch).sum())
-            scaled.backward(retain_graph=True)
-            scaled.backward()
-
-    with pytest.raises(RuntimeError, match="micro-batch 0: expected one backward, got 2"):
-        run()
-
-
-@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["number", "tensor"])
-def test_mean_over_nothing_counts_as_nothing(items: object) -> None:
-    model, rows = make_rows()
-    for step, batch in fullrank.accumulate(model, [rows[0], rows[0][:0]], len):
-        loss = torch.nn.functional.mse_loss(model(batch), torch.zeros(len(batch), 1, dtype=torch.float64))
-        assert bool(loss.isnan()) == (len(batch) == 0)
-        step.backward(loss, num_items=len(batch) or items)
-    found = gradient(model)
-    model.zero_grad()
-    model(rows[0]).square().mean().backward()
-    assert error(found, gradient(model)) <= 1e-12
-    assert bool(step.mean_loss().isfinite())
-
-
 def test_nan_is_never_hidden_where_there_are_terms() -> None:
     model, rows = make_rows()
     for step, batch in fullrank.accumulate(model, rows, len):
@@ -488,22 +461,6 @@ def test_no_graph_outlives_its_micro_batch(rank: int) -> None:
         numbers.append(len(Watched.alive))
     gc.collect()
     assert (numbers[0], len(Watched.alive)) == (1, 0)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@on_ranks(2)
-def test_a_plain_backward_in_place_of_that_of_the_step(rank: int, kind: str) -> None:
-    """The others have met it in theirs, so no zeros follow."""
-    model = wrap(Model(), kind)
-
-    def run() -> None:
-        window = accumulate(model, make_window("full", rank), count_valid_tokens, sync="each")
-        for index, (step, batch) in enumerate(window):
-            loss = sum_loss(model, batch)
-            loss.backward() if rank == 1 and index == 0 else step.backward(loss)
-
-    kind_of_error, text = error_of(run)
-    assert (kind_of_error, "micro-batch 0: expected one backward, got 0" in text) == ("RuntimeError", True), text
 
 
 def _zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

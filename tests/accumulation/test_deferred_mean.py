@@ -387,12 +387,6 @@ def test_one_process() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_losses_by_name_are_refused() -> None:
-    deferred, batch = DeferredMean(model := Model()), make_batch(0, 0)
-    with pytest.raises(TypeError, match=r"got a dict.* Their counts are open until the end.*accumulate"):
-        deferred.backward({"ce": sum_loss(model, batch)}, {"ce": 3})
-
-
 def test_the_loss_of_half_precision_is_reported_in_float32() -> None:
     model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
     deferred = DeferredMean(model, by_hand(model))

@@ -190,6 +190,12 @@ def _twice(step: Any, loss: Tensor, items: int) -> None:
     step.backward(loss * 2)
 
 
+def _scaled_twice(step: Any, loss: Tensor, items: int) -> None:
+    scaled = step.scale(loss)
+    for _ in range(2):
+        scaled.backward(retain_graph=True)
+
+
 def _inside(step: Any, loss: Tensor, items: int) -> None:
     loss.backward(retain_graph=True)
     step.backward(loss)
@@ -235,10 +241,17 @@ WITHOUT_BACKWARD = {
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
 }
+# The others have met its backward in theirs, so that no zeros follow it.
+PLAIN = {
+    "plain backward in 0": looped(
+        0, lambda step, loss, items: loss.backward(), "RuntimeError", "micro-batch 0: expected one backward, got 0"
+    )
+}
 # One more backward, in which FSDP2 communicates: every rank makes this mistake.
 INSIDE = {
     "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed")
 }
+TWICE = {"two backwards": looped(0, _scaled_twice, "RuntimeError", "micro-batch 0: expected one backward, got 2")}
 SKIPPED = {
     "skips its only micro-batch": Fault(
         lambda given: {"use": loop(_no_call, 0)},
@@ -346,6 +359,7 @@ _NEGATIVE = "ValueError", "DeferredMean.backward failed on rank 1: n: expected a
 DEFERRED = {
     "mean": with_loss(lambda loss: loss.expand(2).mean(), "ValueError", "expected the sum over its terms, got a mean."),
     "vector": with_loss(lambda loss: loss.expand(2), "ValueError", "on rank 1: loss_sum: expected one element"),
+    "names": with_loss(lambda loss: {"ce": loss}, "TypeError", "got a dict. Their counts are open until the end"),
     "number": with_loss(lambda loss: 3.0, "TypeError", "loss_sum: expected a floating-point tensor, got 3.0."),
     "no graph": with_loss(Tensor.detach, "ValueError", f"loss_sum: {_A_GRAPH}"),
     "negative count": with_count(-1, *_NEGATIVE),
@@ -547,8 +561,8 @@ UNSEEN = {
 }
 
 FAULTS = {
-    "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | SKIPPED | UNSEEN,
-    "accumulate each": WITHOUT_BACKWARD | UNSEEN,
+    "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | TWICE | SKIPPED | UNSEEN,
+    "accumulate each": WITHOUT_BACKWARD | PLAIN | UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
     "DeferredMean both": WINDOWED | RAISED,
@@ -675,7 +689,10 @@ def rows() -> list[Any]:
     found += [("accumulate", name, kind, 2, "dropped", False) for name, kind in LOOPED]
     found += [("accumulate", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD for kind in KINDS]
     found += [("accumulate", *INSIDE, kind, 2, "dropped", kind == "fsdp2") for kind in KINDS]
-    found += [("accumulate each", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD for kind in KINDS[:2]]
+    found += [("accumulate", *TWICE, kind, 2, "dropped", kind == "fsdp2") for kind in KINDS]
+    found += [
+        ("accumulate each", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD | PLAIN for kind in KINDS[:2]
+    ]
     found += [("accumulate", *SKIPPED, "ddp", world_size, "kept", False) for world_size in (2, 3)]
     found += [("pooled_backward", name, "ddp", 2, "kept", False) for name in POOLED if name != "unequal"]
     found += [("pooled_backward", name, "fsdp2", 2, "kept", False) for name in UNDER_FSDP]
