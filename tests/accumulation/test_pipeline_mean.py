@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from batches import IGNORED, Batch, make_batch, num_valid, one_process
+from faults import WRONG_LOSSES
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from subjects import Model, error
@@ -187,20 +187,19 @@ def _raises(logits: Tensor, labels: Tensor) -> Tensor:
     raise KeyError("labels")
 
 
-def _mean(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
 LOSSES: dict[str, tuple[Any, str, str]] = {
     "raises": (_raises, "RuntimeError", "KeyError: 'labels'"),
-    "mean": (_mean, "ValueError", "loss: expected the sum over its terms, got a mean. Sum it up"),
-    "vector": (lambda logits, labels: logits[:, 0, 0], "ValueError", "loss: expected one element"),
-    "detached": (lambda logits, labels: sums(logits, labels).detach(), "ValueError", "expected a loss with a graph"),
+    **{
+        name: (lambda logits, labels, change=change: change(sums(logits, labels)), kind, f"loss: {text}")
+        for name, (change, kind, text) in WRONG_LOSSES.items()
+    },
 }
 
 
-@pytest.mark.parametrize("place", [1, 3, 7])  # the last is in the second step
-@pytest.mark.parametrize("fault", LOSSES)
+@pytest.mark.parametrize(
+    ("fault", "place"),  # the last place is in the second step
+    [*(("raises", place) for place in (1, 3, 7)), *zip(WRONG_LOSSES, (1, 3, 7, 3))],
+)
 @on_ranks(2)
 def test_a_bad_loss_raises_on_every_stage_and_the_next_step_is_exact(rank: int, fault: str, place: int) -> None:
     wrong, kind, text = LOSSES[fault]

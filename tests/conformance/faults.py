@@ -6,7 +6,22 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 Arguments = dict[str, Any]
+
+# For every verb that takes a sum of losses: what a rank makes of it, and what every rank raises then.
+WRONG_LOSSES: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
+    "mean": (
+        lambda loss: torch.stack([loss] * 3).mean() / 3,
+        "ValueError",
+        "expected the sum over its terms, got a mean.",
+    ),
+    "vector": (lambda loss: torch.stack([loss, loss]), "ValueError", "expected one element"),
+    "number": (lambda loss: 3.0, "TypeError", "expected a floating-point tensor, got 3.0."),
+    "no graph": (lambda loss: loss.detach(), "ValueError", "expected a loss with a graph"),
+}
 
 
 class Fault(NamedTuple):

@@ -52,14 +52,14 @@ def cases() -> list[Any]:
             found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
             marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and verb in MOST_USED else [pytest.mark.full]
             found.append(pytest.param(2, verb, kind, "float32", marks=marks))
-    for verb in UNDER_HSDP:
-        is_of_form = verb.startswith(("terms", "factor"))
+    shapes = [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]
+    for number, verb in enumerate(UNDER_HSDP):
         is_common = verb in (*MOST_USED, "accumulate shard", "terms factors", "terms means")
-        found.append(
-            pytest.param(4, verb, "hsdp", "float64", marks=pytest.mark.slow if is_common else pytest.mark.full)
-        )
+        mark = pytest.mark.slow if is_common else pytest.mark.full
+        found.append(pytest.param(4, verb, "hsdp", "float64", marks=mark))
         found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
-        for world_size, shape in [] if is_of_form else [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]:
+        # Dimensions of one rank: the others take turns.
+        for world_size, shape in shapes if verb in MOST_USED else [shapes[number % 3]]:
             found.append(pytest.param(world_size, verb, f"hsdp {shape}", "float64", marks=pytest.mark.slow))
     return found
 

@@ -1,7 +1,8 @@
 """A mistake of one rank in a verb over a window is raised on every rank, leaves nothing behind, and the next is exact.
 
 The tables say what a rank does wrong. Each row runs in the first and in the third step of a model, whose wrappers
-communicate at other places once they have warmed up, and under DDP without and with a buffer, which it broadcasts.
+communicate at other places once they have warmed up, and under DDP with a buffer, which it broadcasts, and for
+``accumulate`` also without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import WEIGHTS, Batch, all_batches, make_window, num_valid, sum_loss
-from faults import Arguments, Fault
+from faults import WRONG_LOSSES, Arguments, Fault
 from on_ranks import on_ranks, same
 from subjects import Model, TwoHeads, error, gradient, has_gradients, mesh_of, switches, wrap
 from torch import Tensor, nn
@@ -201,30 +202,27 @@ def _inside(step: Any, loss: Tensor, items: int) -> None:
     step.backward(loss)
 
 
-_vector: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]))  # noqa: E731
-_scaled_vector: Any = lambda step, loss, items: step.scale(torch.stack([loss, loss])).backward()  # noqa: E731
-_number: Any = lambda step, loss, items: step.backward(3.0)  # noqa: E731
-_no_graph: Any = lambda step, loss, items: step.backward(loss.detach())  # noqa: E731
 _no_call: Any = lambda step, loss, items: None  # noqa: E731
 _scale_alone: Any = lambda step, loss, items: step.scale(loss)  # noqa: E731
 _with_items: Any = lambda number: lambda step, loss, items: step.backward(loss, num_items=number)  # noqa: E731
 _too_many: Any = lambda step, loss, items: step.backward(loss / max(items, 1), num_items=items + 1)  # noqa: E731
-_mean: Any = lambda step, loss, items: step.backward(torch.stack([loss, loss]).mean())  # noqa: E731
-_part_of_mean: Any = lambda step, loss, items: step.scale(torch.stack([loss] * 3).mean() / 3).backward()  # noqa: E731
-_A_MEAN = "expected the sum over its terms, got a mean."
-_A_GRAPH = "expected a loss with a graph"
 _NAMES = "expected the names ['ce', 'mtp']"
 
+
+def lost(name: str, place: int, *, is_scaled: bool = False) -> Fault:
+    """Return the fault of a wrong loss in one micro-batch."""
+    change, kind, text = WRONG_LOSSES[name]
+
+    def mistake(step: Any, loss: Tensor, items: int) -> None:
+        step.scale(change(loss)).backward() if is_scaled else step.backward(change(loss))
+
+    return looped(place, mistake, kind, f"on rank 1: loss of micro-batch {place}: {text}")
+
+
 LOOPS = {
-    "mean in 0": looped(0, _mean, "ValueError", f"on rank 1: loss of micro-batch 0: {_A_MEAN}"),
-    "scaled mean in 1": looped(1, _part_of_mean, "ValueError", f"on rank 1: loss of micro-batch 1: {_A_MEAN}"),
-    "mean in 2": looped(2, _mean, "ValueError", f"on rank 1: loss of micro-batch 2: {_A_MEAN}"),
-    "vector in 0": looped(0, _vector, "ValueError", "on rank 1: loss of micro-batch 0: expected one element"),
-    "vector in 2": looped(2, _vector, "ValueError", "on rank 1: loss of micro-batch 2: expected one element"),
-    "scaled vector in 1": looped(1, _scaled_vector, "ValueError", "loss of micro-batch 1: expected one element"),
-    "scaled vector in 2": looped(2, _scaled_vector, "ValueError", "loss of micro-batch 2: expected one element"),
-    "number in 2": looped(2, _number, "TypeError", "loss of micro-batch 2: expected a floating-point tensor"),
-    "no graph in 2": looped(2, _no_graph, "ValueError", f"on rank 1: loss of micro-batch 2: {_A_GRAPH}"),
+    **{f"{name} in {place}": lost(name, place) for name in ("mean", "vector") for place in (0, 2)},
+    **{f"{name} in 2": lost(name, 2) for name in ("number", "no graph")},
+    **{f"scaled {name} in {at}": lost(name, at, is_scaled=True) for name in ("mean", "vector") for at in (1, 2)},
     "no call in 2": looped(2, _no_call, "RuntimeError", "on rank 1: micro-batch 2: expected one backward, got 0."),
     "two calls in 0": looped(0, _twice, "RuntimeError", "expected one call of backward or scale, got 2."),
     "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means),
@@ -236,8 +234,8 @@ LOOPS = {
 }
 # No backward follows these, for which the others wait where the wrapper communicates in every one.
 WITHOUT_BACKWARD = {
-    "number in 0": looped(0, _number, "TypeError", "loss of micro-batch 0: expected a floating-point tensor, got 3.0."),
-    "no graph in 1": looped(1, _no_graph, "ValueError", f"loss of micro-batch 1: {_A_GRAPH}"),
+    "number in 0": lost("number", 0),
+    "no graph in 1": lost("no graph", 1),
     "no call in 0": looped(0, _no_call, "RuntimeError", "micro-batch 0: expected one backward, got 0."),
     "scale alone in 1": looped(1, _scale_alone, "RuntimeError", "micro-batch 1: expected one backward, got 0."),
 }
@@ -357,11 +355,11 @@ def finished(groups: Callable[[nn.Module], Any], kind: str, text: str) -> Fault:
 _NEGATIVE = "ValueError", "DeferredMean.backward failed on rank 1: n: expected a finite number >= 0, got -1."
 
 DEFERRED = {
-    "mean": with_loss(lambda loss: loss.expand(2).mean(), "ValueError", "expected the sum over its terms, got a mean."),
-    "vector": with_loss(lambda loss: loss.expand(2), "ValueError", "on rank 1: loss_sum: expected one element"),
+    **{
+        name: with_loss(change, kind, f"on rank 1: loss_sum: {text}")
+        for name, (change, kind, text) in WRONG_LOSSES.items()
+    },
     "names": with_loss(lambda loss: {"ce": loss}, "TypeError", "got a dict. Their counts are open until the end"),
-    "number": with_loss(lambda loss: 3.0, "TypeError", "loss_sum: expected a floating-point tensor, got 3.0."),
-    "no graph": with_loss(Tensor.detach, "ValueError", f"loss_sum: {_A_GRAPH}"),
     "negative count": with_count(-1, *_NEGATIVE),
     "tensor of a negative count": with_count(torch.tensor(-1), *_NEGATIVE),
     "count that is NaN": with_count(float("nan"), "ValueError", "n: expected a finite number >= 0, got nan."),
@@ -533,13 +531,15 @@ def windowed(wrong: Callable[[nn.Module, Batch], Any], kind: str, text: str) -> 
 
 
 WINDOWED = {
+    **{
+        name: windowed(
+            lambda model, batch, change=change: (change(sum_loss(model, batch)), 2),
+            kind,
+            f"loss of micro-batch 1: {text}",
+        )
+        for name, (change, kind, text) in WRONG_LOSSES.items()
+    },
     "no pair": windowed(sum_loss, "TypeError", "fn of micro-batch 1: expected a pair (loss_sum, n), got a"),
-    "mean": windowed(
-        lambda model, batch: (model(batch["tokens"]).mean(), 2), "ValueError", f"loss of micro-batch 1: {_A_MEAN}"
-    ),
-    "vector": windowed(
-        lambda model, batch: (model(batch["tokens"]), 2), "ValueError", "loss of micro-batch 1: expected one element"
-    ),
     "negative": windowed(
         lambda model, batch: (sum_loss(model, batch), -1), "ValueError", "n of micro-batch 1: expected a finite number"
     ),
@@ -604,7 +604,7 @@ def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list
     """Run a step in which the last rank, or everyone, does something wrong, and the next one; and both again."""
     is_bad, found = is_everyone or rank == dist.get_world_size() - 1, []
     has_buffers = kind == "ddp" and name not in OPENINGS
-    for buffers in [False, True] if has_buffers and verb in UNSEEN_BY else [has_buffers]:
+    for buffers in [False, True] if has_buffers and verb.startswith("accumulate") else [has_buffers]:
         if buffers and verb == "accumulate each" and not is_everyone:
             continue  # every forward broadcasts then
         model = wrapped(verb, kind, buffers)
@@ -673,7 +673,8 @@ LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no cal
 LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
 
 
-TERMED = in_turns(TERMS | GRAPHS, tuple(name for name in GRAPHS if not name.endswith("1")))
+TERMED = in_turns(TERMS | {name: fault for name, fault in GRAPHS.items() if name.endswith("1")}, ())
+TERMED += [(name, kind) for name in GRAPHS if not name.endswith("1") for kind in ("ddp", "fsdp2")]
 OWN = [*in_turns(RECORDED, ("text in 2", "after backward")), *in_turns(NOTHING, tuple(NOTHING), ("ddp", "plain"))]
 OF_WINDOW = [*in_turns(WINDOWED, ("vector", "negative")), *in_turns(RAISED, tuple(RAISED), ("ddp", "plain"))]
 
