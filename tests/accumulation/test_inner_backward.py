@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -176,23 +175,6 @@ def test_a_layer_with_a_loss_takes_the_factor(rank: int, kind: str) -> None:
         assert error(step.mean_loss(), mean.detach()) <= 1e-12
         assert step.mean_loss().dtype == torch.float64
         model.zero_grad()
-
-
-@on_ranks()
-def test_a_loss_past_ddp_is_refused(rank: int) -> None:
-    """It reduces nothing; also when only the last micro-batch is one, and in a window of one."""
-    model, batches = wrap(Headless(), "ddp"), make_window("full", rank)
-
-    def past(first: int, number: int) -> None:
-        for index, (step, batch) in enumerate(accumulate(model, batches[:number], count_valid_tokens)):
-            hidden = (model.module if index >= first else model)(batch["tokens"])
-            (step.factor * hidden.sum()).backward()
-            step.record(hidden.detach().sum())
-
-    for first, number in ((0, 3), (2, 3), (0, 1)):
-        found, text = common_error(partial(past, first, number))
-        assert (found, "DDP reduces only after a forward of its own" in text) == ("ValueError", True), text
-        assert not gradient(model).any()
 
 
 @on_ranks()

@@ -225,6 +225,12 @@ LOOPS = {
     **{f"scaled {name} in {at}": lost(name, at, is_scaled=True) for name in ("mean", "vector") for at in (1, 2)},
     "no call in 2": looped(2, _no_call, "RuntimeError", "on rank 1: micro-batch 2: expected one backward, got 0."),
     "two calls in 0": looped(0, _twice, "RuntimeError", "expected one call of backward or scale, got 2."),
+    "weights without names": looped(
+        0,
+        lambda step, loss, items: step.backward(loss, weights={"": 2.0}),
+        "ValueError",
+        "weights of micro-batch 0: expected None without",
+    ),
     "negative items in 1": looped(1, _with_items(-1), "ValueError", "1: expected a finite number >= 0", means),
     "tensor of negative items in 1": looped(
         1, _with_items(torch.tensor(-1)), "ValueError", "1: expected a finite number >= 0, got -1."
@@ -482,6 +488,9 @@ COUNTED = {  # what one rank counts
         "count", COUNTS | {"ce": lambda batch: -1}, "ValueError", "count of 'ce' of micro-batch 0: expected a finite"
     ),
     "no mapping": passed("count", count_valid_tokens, "ValueError", "the same on every rank"),
+    "number with each": passed("count", 7.0, "ValueError", "expected a function with each=True, got 7.0", each=True),
+    "another each": passed("each", True, "ValueError", "each: False on rank 0, True on rank 1"),
+    "each of no kind": passed("each", 1, "TypeError", "each: expected True or False, got 1"),
 }
 
 
@@ -560,6 +569,17 @@ UNSEEN = {
     "no model in the last": Fault(_leaf, "ValueError", "expected a tensor that the model has computed, got a leaf"),
 }
 
+# Every rank does so: none reduces. A window of one micro-batch has no earlier one to look at.
+PAST_DDP = {
+    "module in one": Fault(
+        lambda given: {"through": lambda index: given["model"].module},
+        "ValueError",
+        "DDP reduces only after a forward of its own",
+        lambda given: {"batches": given["batches"][:1]},
+    ),
+    **{name: UNSEEN[name]._replace(text="DDP reduces only after a forward") for name in [*UNSEEN][:2]},
+}
+
 FAULTS = {
     "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | TWICE | SKIPPED | UNSEEN,
     "accumulate each": WITHOUT_BACKWARD | PLAIN | UNSEEN,
@@ -567,7 +587,7 @@ FAULTS = {
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
     "DeferredMean both": WINDOWED | RAISED,
     "terms backward": COUNTED | TERMS | GRAPHS | ONE_HEAD,
-    "factor last": RECORDED | NOTHING,
+    "factor last": RECORDED | NOTHING | PAST_DDP,
 }
 UNSEEN_BY = [verb for verb, faults in FAULTS.items() if UNSEEN.keys() <= faults.keys()]
 
@@ -706,6 +726,7 @@ def rows() -> list[Any]:
     found += [("terms backward", name, kind, 2, "dropped", False) for name, kind in TERMED]
     found += [("terms backward", *ONE_HEAD, "fsdp2", 2, "dropped", False)]
     found += [("factor last", name, kind, 2, "dropped", False) for name, kind in OWN]
+    found += [("factor last", name, "ddp", 2, "dropped", True) for name in PAST_DDP]
     found += [("DeferredMean both", name, kind, 2, "dropped", False) for name, kind in OF_WINDOW]
     # A forward that communicates cannot tell the others: they wait inside the model.
     # The step continues, and its gradient is exact.
