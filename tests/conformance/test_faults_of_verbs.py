@@ -253,9 +253,9 @@ PLAIN = {
 }
 # One more backward, in which FSDP2 communicates: every rank makes this mistake.
 INSIDE = {
-    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed")
+    "backward inside": looped(0, _inside, "RuntimeError", "micro-batch 0: expected gradients that have not changed"),
+    "two backwards": looped(0, _scaled_twice, "RuntimeError", "micro-batch 0: expected one backward, got 2"),
 }
-TWICE = {"two backwards": looped(0, _scaled_twice, "RuntimeError", "micro-batch 0: expected one backward, got 2")}
 SKIPPED = {
     "skips its only micro-batch": Fault(
         lambda given: {"use": loop(_no_call, 0)},
@@ -438,7 +438,7 @@ _GRAPHS: dict[str, Any] = {
     "a number": (lambda sums: {"loss": sums | {"mtp": 1.0}}, "TypeError", "of 'mtp': expected a floating-point tensor"),
     "missing name": (lambda sums: {"loss": {"ce": sums["ce"]}}, "ValueError", _NAMES),
     "no name": (lambda sums: {"loss": {}}, "ValueError", _NAMES),
-    "other weight": (lambda sums: {"weights": {"mtp": 0.5}}, "ValueError", "as earlier in this"),
+    "other weight": (lambda sums: {"weights": {"mtp": 0.5}}, "ValueError", "weight of 'mtp': expected 0.3, as earlier"),
 }
 
 
@@ -466,6 +466,7 @@ TERMS = {f"{name} in 1": termed(1, *row) for name, row in _TERMS.items()} | {
     "other weights, early": passed("use", _other_weights, "ValueError", _TWO_WEIGHTS, use=_early),
 }
 GRAPHS = {f"{name} in {place}": termed(place, *row) for place in (1, 0, 2) for name, row in _GRAPHS.items()}
+GRAPHS["other weight in 0"] = GRAPHS["other weight in 0"]._replace(text="weight of 'mtp': expected 0.5, as earlier")
 # Zeros from all outputs would gather the other head under FSDP2, in which the other ranks take no part.
 ONE_HEAD = {
     "a head left out": looped(
@@ -581,7 +582,7 @@ PAST_DDP = {
 }
 
 FAULTS = {
-    "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | TWICE | SKIPPED | UNSEEN,
+    "accumulate": OPENINGS | LOOPS | WITHOUT_BACKWARD | INSIDE | SKIPPED | UNSEEN,
     "accumulate each": WITHOUT_BACKWARD | PLAIN | UNSEEN,
     "pooled_backward": POOLED | REPLAYED | UNSEEN,
     "DeferredMean": DEFERRED | FINISHED | UNSEEN,
@@ -691,8 +692,6 @@ OPENED += OF_SOME
 # The mistakes that leave a model in the middle of its window are made under every wrapper.
 LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no call in 2", "two calls in 0"))
 LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
-
-
 TERMED = in_turns(TERMS | {name: fault for name, fault in GRAPHS.items() if name.endswith("1")}, ())
 TERMED += [(name, kind) for name in GRAPHS if not name.endswith("1") for kind in ("ddp", "fsdp2")]
 OWN = [*in_turns(RECORDED, ("text in 2", "after backward")), *in_turns(NOTHING, tuple(NOTHING), ("ddp", "plain"))]
@@ -709,8 +708,7 @@ def rows() -> list[Any]:
     found = [("accumulate", name, kind, 2, "kept", False) for name, kind in OPENED]
     found += [("accumulate", name, kind, 2, "dropped", False) for name, kind in LOOPED]
     found += [("accumulate", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD for kind in KINDS]
-    found += [("accumulate", *INSIDE, kind, 2, "dropped", kind == "fsdp2") for kind in KINDS]
-    found += [("accumulate", *TWICE, kind, 2, "dropped", kind == "fsdp2") for kind in KINDS]
+    found += [("accumulate", name, kind, 2, "dropped", kind == "fsdp2") for name in INSIDE for kind in KINDS]
     found += [
         ("accumulate each", name, kind, 2, "dropped", False) for name in WITHOUT_BACKWARD | PLAIN for kind in KINDS[:2]
     ]
@@ -741,7 +739,9 @@ def rows() -> list[Any]:
         if (verb, name) != ("pooled_backward", "no model in the last")
         and (verb, name, is_everyone) != ("accumulate each", "module in every one", False)
     ]
-    fast = {(name, "ddp") for name in (*WITHOUT_BACKWARD, *INSIDE, *SKIPPED)} | {(name, "plain") for name in FINISHED}
+    fast = {(name, "ddp") for name in (*WITHOUT_BACKWARD, *INSIDE, *SKIPPED)} | {
+        (name, "plain") for name in (*FINISHED, *COUNTED, *TERMS)
+    }
     marks = [pytest.mark.full if row[3] == 3 else [] if row[1:3] in fast else pytest.mark.slow for row in found]
     return [pytest.param(*row, marks=mark) for row, mark in zip(found, marks)]
 
