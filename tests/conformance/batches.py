@@ -140,9 +140,10 @@ def halves(batches: Sequence[Batch], part: int) -> list[Batch]:
 
 
 def sum_loss(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Return the sum of the causal losses."""
+    """Return the sum of the causal losses, times the ``scale`` of a micro-batch that has one."""
     logits, labels = model(batch["tokens"])[:, :-1], batch["labels"][:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss * batch["scale"] if "scale" in batch else loss
 
 
 def num_valid(batch: Batch) -> int:
