@@ -116,7 +116,7 @@ class Measurement:
         num_pairs = int(pairs[1].sum()) * pairs[0].numel()
         pair, native_pair = times["pairs"] / num_pairs, times["pairs in C"] / num_pairs
         native_class = times["classes"] / 64 - row * self.rows(5_000)
-        in_c = {"native_pair": native_pair, "native_class": native_class}
+        in_c = {"native_pair": native_pair, "native_class": native_class} if self.device.type == "cpu" else {}
         return {"pair": pair, **in_c, "fixed": fixed, "row": row, "coarse_bin": coarse_bin}
 
     def fastest(self, field: str, step: Step) -> int | bool:

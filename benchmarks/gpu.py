@@ -9,8 +9,9 @@ a budget no part but the last gets more than half of what is left. ``--part`` ru
 file as they are. Without CUDA it says so in one line.
 
 Needs torch and numpy, no network. If fullrank is not installed, the clone is used. Tests whose packages are missing are
-skipped by name. Speed is that of forward and backward against one ``torch.sort`` of the same scores, memory the most
-that torch had allocated above the inputs, a row.
+skipped by name. Speed is that of forward and backward against one ``torch.sort`` of the same scores, with the time that
+the device computes in it, and that of the same step replayed as a CUDA graph, where it can be captured. Memory is the
+most that torch had allocated above the inputs, a row.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 if importlib.util.find_spec("fullrank") is None:  # the root of the clone is the package, under the name of its folder
     _LINKS = tempfile.mkdtemp(prefix="fullrank-")
@@ -47,17 +49,18 @@ import fullrank
 STEPS = ROOT / "benchmarks" / "steps.py"
 ROWS, QUICK_ROWS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000), (1_000,)
 SHARE = 0.01  # of positives
+GRAPHED = 4_096  # rows up to which a step can be captured
 # Seconds, in the order in which the parts run.
 LIMITS = {"environment": 60, "preflight": 120, "preflight over processes": 120, "preflight over gloo": 120}
 LIMITS |= {"speed": 120, "launches": 240, "memory": 60, "tests": 540}
-LINES = 30  # of the output that is kept
+LINES = 60  # of the output that is kept
 GRACE_S = 5  # for torchrun, which ends its processes
 # The files of tests/ with tests that take a device. Collecting all files to find them would take minutes.
 TESTS = ["test_device.py", "losses/test_loss_values.py", "losses/test_contract.py", "losses/test_retrieval.py"]
 TESTS += ["losses/test_contrast.py", "losses/test_hints.py", "losses/test_ndcg.py", "losses/test_every_loss.py"]
 TESTS += ["losses/test_causal_lm.py", "accumulation/test_accumulate.py", "accumulation/test_replay.py"]
 TESTS += ["gradients/test_grad_norm_local.py", "metrics/test_metrics.py", "queues/test_queue.py"]
-TESTS += ["preflight/test_site.py"]
+TESTS += ["preflight/test_site.py", "kernels/test_plain.py"]
 EXTRAS = ("pytest", "sklearn", "torchmetrics", "scipy")  # that some tests import
 NCCL_SHARES_A_DEVICE = (2, 30)  # the first version that can, if NCCL_MULTI_RANK_GPU_ENABLE is set
 
@@ -78,13 +81,41 @@ def environment(device: torch.device, _: tuple[int, ...]) -> Iterator[Record]:
 
 
 def speed(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
-    """Yield the time of a step of SmoothAPLoss against one sort, by rows."""
+    """Yield the time of a step of SmoothAPLoss against one sort, by rows, and where it goes."""
     for rows in sizes:
         step, logits = _step(device, rows)
         flat = logits.detach().flatten()
-        times = interleave({"ours": step, "sort": lambda flat=flat: torch.sort(flat)}, 5, device)
-        ours, sort = median(times["ours"]), median(times["sort"])
-        yield {"rows": rows, "ours_ms": ours * 1e3, "sort_ms": sort * 1e3, "ratio": ours / sort}
+        steps = {"ours": step, "sort": lambda flat=flat: torch.sort(flat)}
+        if device.type == "cuda" and rows <= GRAPHED:
+            steps["graph"] = _graph(device, rows).replay
+        times = {name: median(runs) for name, runs in interleave(steps, 5, device).items()}
+        record = {"rows": rows, **{f"{name}_ms": seconds * 1e3 for name, seconds in times.items()}}
+        if device.type == "cuda":
+            record["kernels"], record["device_ms"] = _kernels(step)
+        yield record | {"ratio": times["ours"] / times["sort"]}
+
+
+def _graph(device: torch.device, rows: int) -> Any:
+    """Return a CUDA graph of the step, without checks, whose values the host would read, and at a number."""
+    logits, targets = (tensor.detach().to(device) for tensor in make_rows(rows, 1, SHARE))
+    loss, leaf = fullrank.SmoothAPLoss(1, temperature=0.1, validate_args=False), logits.requires_grad_()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(loss(leaf, targets), leaf)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        torch.autograd.grad(loss(leaf, targets), leaf)
+    return graph
+
+
+def _kernels(step: Any, steps: int = 5) -> tuple[float, float]:
+    """Return how many kernels of the device a step runs, and for how many milliseconds together."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(kernels) / steps, sum(event.device_time for event in kernels) / steps / 1e3
 
 
 def memory(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:

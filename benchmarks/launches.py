@@ -30,6 +30,7 @@ import fullrank
 from fullrank import losses
 from fullrank.large import ShardedLoss
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with CUDA there is no simulated device
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from device import DEVICE, Counts, count, init_process_group
 

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
@@ -103,9 +104,10 @@ def count() -> Iterator[Counts]:
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
     """Raise if the host waits for ``device`` inside: on the simulated device, which counts, and on CUDA."""
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device.type == "cuda":
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it may miss some
+                torch.cuda.set_sync_debug_mode("error")
         with count() as counts:
             yield
     finally:
@@ -348,18 +350,23 @@ class Backend(backend_registration._DummyBackendModule):
             _counting.append(Warner())
 
 
-backend_registration._setup_privateuseone_for_python_backend("sim", Backend())
-DEVICE = torch.device("sim", 0)
-# torch makes these from an empty tensor that it resizes, of which the shape of a SimulatedTensor would know nothing.
-_SIZED = torch.library.Library("aten", "IMPL")
-for _name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace"):
-    _func = getattr(getattr(torch.ops.aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
-    _SIZED.impl(_name, functools.partial(_run, _func), "PrivateUse1")
-# Two operators are not computed by the class of their arguments: an allocation, which has no tensor among them, and the
-# copy inside torch.tensor, which turns the classes of tensors off.
-_LIBRARIES = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-_LIBRARIES[0].fallback(_run, "PrivateUse1")
-_LIBRARIES[1].impl("_copy_from", lambda source, to, is_free=False: _run(_COPY, to, source, is_free), "PrivateUse1")
+# torch's autograd serves one accelerator in a process: where there is CUDA, the tests of losses run on that.
+IS_SIMULATED = not torch.cuda.is_available()
+only_simulated = pytest.mark.skipif(not IS_SIMULATED, reason="counts on the simulated device, which CUDA stands for")
+DEVICE = torch.device("cuda", 0)
+if IS_SIMULATED:
+    backend_registration._setup_privateuseone_for_python_backend("sim", Backend())
+    DEVICE = torch.device("sim", 0)
+    # torch makes these from an empty tensor that it resizes, of which the shape of a SimulatedTensor knows nothing.
+    _SIZED = torch.library.Library("aten", "IMPL")
+    for _name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace"):
+        _func = getattr(getattr(torch.ops.aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
+        _SIZED.impl(_name, functools.partial(_run, _func), "PrivateUse1")
+    # Two operators are not computed by the class of their arguments: an allocation, which has no tensor among them, and
+    # the copy inside torch.tensor, which turns the classes of tensors off.
+    _LIBRARIES = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _LIBRARIES[0].fallback(_run, "PrivateUse1")
+    _LIBRARIES[1].impl("_copy_from", lambda source, to, is_free=False: _run(_COPY, to, source, is_free), "PrivateUse1")
 
 
 def init_process_group(is_mixed: bool = False, **options: Any) -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from device import DEVICE, count
+from device import DEVICE, count, only_simulated
 from loss_cases import POOLED, normal
 from scripts import imported, run_script
 from torch import Tensor, nn
 
 from fullrank.distributed import exchange
 from fullrank.losses import SmoothAPLoss, SoftmaxFocalLoss
+
+pytestmark = only_simulated
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "launches.py"
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from device import only_simulated
 from scripts import run_script
+
+pytestmark = only_simulated
 
 SCRIPT = """
 import sys

@@ -130,3 +130,42 @@ def test_few_kernels_over_temperatures_and_row_counts(monkeypatch: pytest.Monkey
         torch.testing.assert_close(slope, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
     loops = sum(len(re.findall(r"^ {8}(?: {4})?for\(int64_t x0=.*\n", code, re.MULTILINE)) for code in codes)
     assert 0 < loops <= MOST_KERNELS, loops
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_a_cuda_graph_replays_a_step(temperature: float) -> None:
+    """On other rows than those that were captured; the control: theirs are not the same."""
+
+    def step(logits: Tensor, targets: Tensor) -> list[Tensor]:
+        loss = call(logits, targets, temperature)
+        return [loss.detach(), *torch.autograd.grad(loss, logits)]
+
+    captured, targets = rows(4096)
+    logits, targets = captured.detach().cuda().requires_grad_(), targets.cuda()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        first = step(logits, targets)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        found = step(logits, targets)
+    with torch.no_grad():
+        logits.copy_(logits.flip(0).sin())
+    graph.replay()
+    for ours, theirs, before in zip(found, step(logits, targets), first):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # the first that inductor itself makes
+def test_inductor_compiles_it_for_cuda() -> None:
+    torch._dynamo.reset()
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, mode="reduce-overhead")):
+        for _ in range(3):  # the first steps warm up and capture
+            logits, targets = rows(1000)
+            leaf = logits.detach().cuda().requires_grad_()
+            loss = function(leaf, targets.cuda(), 0.1)
+            found.append((loss.detach().clone(), torch.autograd.grad(loss, leaf)[0].clone()))
+    torch.testing.assert_close(found[5], found[0], rtol=2e-6, atol=1e-8)
