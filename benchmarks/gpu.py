@@ -231,8 +231,10 @@ def run_part(script: Run, name: str, parts: dict[str, Record], limit: float) -> 
                     new = status, output, results_of(name, folder, output)
                     if new != old:
                         old, lines = new, output.splitlines()[-LINES:]
-                        record = {"status": status, "seconds": seconds, "limit_s": limit, "output": lines}
-                        parts[name] = record | {"commit": script.machine["commit"], "results": new[2]}
+                        record = {"status": status, "seconds": seconds, "limit_s": limit, "results": new[2]}
+                        parts[name] = record | {"commit": script.machine["commit"]}
+                        if has_failed(parts[name]):
+                            parts[name]["output"] = lines
                         script.write(parts=parts)
             finally:
                 end(process)
