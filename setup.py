@@ -70,7 +70,7 @@ def long_description(home: str) -> str:
 library = Extension(
     "fullrank.kernels.native.sums",
     ["kernels/native/sums.c"],
-    depends=[f"kernels/native/{name}.inc" for name in ("bins", "pairs", "soft_maximum")],
+    depends=[f"kernels/native/{name}.inc" for name in ("bins", "pairs", "rows", "soft_maximum")],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     extra_link_args=STRIP.get(sys.platform, []),
     export_symbols=[

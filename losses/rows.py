@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..distributed.header import DeviceCheck, combined
 from ..errors import Words, check_tensor, expected
+from ..kernels import native
 from ..kernels.pairs import power_of_two
 from ..kernels.registration import check_not_batched
-from ..kernels.torch_private import func_transforms_are_active, is_batched
+from ..kernels.torch_private import func_transforms_are_active, is_batched, is_followed
 from ..queues.memory_queue import multi_hot_dtype
 
 
@@ -473,6 +474,10 @@ def unit_rows(rows: Tensor) -> Tensor:
     direction, so the entry is a constant for the gradient.
     """
     rows = rows.to(compute_dtype(rows.dtype))
+    if not (is_followed() or (rows.requires_grad and torch.is_grad_enabled())):
+        unit = native.unit_rows(rows)
+        if unit is not None:
+            return unit
     largest = rows.detach().abs().amax(dim=1, keepdim=True)
     scaled = rows / torch.where(largest > 0, largest, 1.0)
     length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The passes over rows and pairs of Smooth-AP, NDCG and soft maxima in C. Without the library, torch computes them.
+"""The passes of losses over rows and pairs in C. Without the library, torch computes the same.
 
 ``setup.py`` builds ``sums.c`` into a library that is loaded through ``ctypes``; ``FULLRANK_NATIVE=0`` leaves it out.
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
@@ -63,6 +63,8 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
             "smooth_ap_of_rows": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER, _DOUBLE, _NUMBER, *[_POINTER] * 3],
             "ndcg": [*[_POINTER] * 5, _NUMBER, _DOUBLE, *[_NUMBER] * 3, *[_POINTER] * 2],
             "soft_maximum": [*[_POINTER] * 8, _NUMBER, _NUMBER, _DOUBLE, _NUMBER, *[_POINTER] * 5],
+            "unit_rows": [_POINTER, _NUMBER, _NUMBER, _POINTER],
+            "unit_gradient": [*[_POINTER] * 3, _NUMBER, _NUMBER, _DOUBLE, _POINTER],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 4],
             "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER, _DOUBLE, *[_POINTER] * 4],
@@ -293,6 +295,31 @@ def soft_maximum(
     numbers, out = (num_classes, num_rows, budget, power), (loss.data_ptr(), valid.data_ptr(), tilts.data_ptr(), *made)
     is_computed = FUNCTIONS[dtype]["soft_maximum"](*addresses, *numbers, *out)
     return (loss, gradient, valid, tilts, variance) if is_computed else None
+
+
+def unit_rows(rows: Tensor) -> Tensor | None:
+    """Return what :func:`~fullrank.losses.rows.unit_rows` returns for rows (N, D) of the computation, or None."""
+    if rows.dtype not in FUNCTIONS and not is_usable(rows):  # which warns
+        return None
+    rows, unit = rows.detach().contiguous(), rows.new_empty(rows.shape)
+    try:
+        address = _address(rows, rows.dtype, rows.shape)
+    except _Refused:
+        return None
+    return unit if FUNCTIONS[rows.dtype]["unit_rows"](address, *rows.shape, unit.data_ptr()) else None
+
+
+def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
+    """Return ``factor`` times the gradient of the rows (N, D) from that of their :func:`unit_rows`, or None."""
+    if rows.dtype not in FUNCTIONS and not is_usable(rows):
+        return None
+    given, out = (rows.detach().contiguous(), unit.contiguous(), gradient.contiguous()), rows.new_empty(rows.shape)
+    try:
+        addresses = [_address(one, rows.dtype, rows.shape) for one in given]
+    except _Refused:
+        return None
+    function = FUNCTIONS[rows.dtype]["unit_gradient"]
+    return out if function(*addresses, *rows.shape, factor, out.data_ptr()) else None
 
 
 def moments(

@@ -42,6 +42,16 @@
 //   gradient                  (classes, rows), written; NULL for the loss alone
 //   returns 1, or 0 if torch must compute it: scores that are not finite, other scales, budgets and powers
 //
+// unit_rows: rows of length 1, those of zeros as they are
+//   rows, unit                (rows, size); unit is written
+//   returns 1, or 0 if torch must compute it: a row that is not finite, or whose square is no usual number
+//
+// unit_gradient: the gradient of the rows, times a factor, from that of their unit rows
+//   rows, unit, gradient      (rows, size), as given to unit_rows and as written by it
+//   factor                    any number
+//   out                       (rows, size), written
+//   returns 1, or 0 for sizes that do not fit
+//
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 //   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
 //
@@ -73,6 +83,7 @@
 #define MOST 0x7fffffff  // rows, which places number; and classes times rows are less than 2^55
 #define FITS(num_classes, num_rows) \
   ((num_rows) > 0 && (num_rows) <= MOST && (num_classes) > 0 && (num_classes) <= (INT64_MAX >> 8) / (num_rows))
+#define SMALLEST_SQUARE 1e-280  // of the length of a row
 #define MAGIC 6755399441055744.0  // 1.5 * 2^52
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
@@ -116,6 +127,7 @@ INLINE void sort(double* numbers, int64_t size) {
 static const float SERIES_float32[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040};
 #include "pairs.inc"
 #include "bins.inc"
+#include "rows.inc"
 #undef TYPE
 #undef REAL
 #undef UINT
@@ -136,6 +148,7 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
                                         1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
 #include "pairs.inc"
 #include "bins.inc"
+#include "rows.inc"
 #undef TYPE
 #undef REAL
 

@@ -22,6 +22,7 @@ from ...distributed.group import gradient_scale
 from ...distributed.header import each_or_raise, has_tangent
 from ...distributed.torch_private import func_transforms_are_active, note_kind
 from ...errors import RankRuntimeError, Words, expected
+from ...kernels import native
 from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
 from ..arguments import completed
@@ -100,6 +101,9 @@ class ContrastiveLoss(HoldsQueue):
             gradient = others if gradient is None else gradient + others
         if gradient is None or not self.normalize:
             return None if gradient is None else (factor * gradient).to(rows.dtype)
+        found = native.unit_gradient(rows.to(unit.dtype), unit, gradient, factor)
+        if found is not None:
+            return found.to(rows.dtype)
         length = (rows * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
         along = (gradient * unit).sum(dim=1, keepdim=True)
         across = torch.addcmul(gradient, unit, along, value=-1)

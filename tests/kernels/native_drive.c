@@ -219,6 +219,19 @@ static void NAMED(run)(int64_t call) {
   require(NAMED(evaluate)(scores, member, has_two ? positive : 0, weight, rows, per_unit, first, num_bins, p, coefficients,
                           has_two ? exact : 0, terms, values), "polynomials", call);
   add(table, 2 * numbers * sizeof(double)), add(values, rows * sizeof(REAL));
+  const int64_t num_units = 1 + draw() % 20, length = 1 + draw() % 70, units = num_units * length * sizeof(REAL);
+  const double spoiled = PICK(double, 0, 0, 0, 1, HUGEST, NAN, INFINITY);
+  REAL *given = array(units), *unit = array(units), *slopes = array(units), *out = array(units);
+  for (int64_t i = 0; i < num_units * length; ++i) given[i] = (REAL)normal(), slopes[i] = (REAL)normal();
+  for (int64_t i = 0; i < length; ++i) given[i] = (REAL)spoiled;
+  is_computed = NAMED(unit_rows)(given, num_units, length, unit);
+  require(is_computed == (isfinite(spoiled) && (spoiled < 2 || sizeof(REAL) == 4)), "unit rows", call);
+  if (is_computed) {
+    require(NAMED(unit_gradient)(given, unit, slopes, num_units, length, 2, out), "their gradient", call);
+    add(unit, units), add(out, units);
+    for (int64_t i = 0; i < num_units * length; ++i) require(fabs(unit[i]) <= 1 && isfinite(out[i]), "a unit row", call);
+  }
+  free(given), free(unit), free(slopes), free(out);
   free(table), free(exact), free(coefficients), free(values), free(weight), free(fields), free(terms), free(sums);
   free(positive), free(member), free(scores), free(loss), free(valid);
 }
@@ -235,6 +248,10 @@ static void NAMED(refusals)(void) {
     const int64_t rows = sizes[i][0], classes = sizes[i][1];
     require(!NAMED(smooth_ap)(&score, &positive, 0, 0, 0, 0, classes, rows, 1, &loss, &valid, 0), "sizes of a pool", i);
     require(!NAMED(smooth_ap_of_rows)(&score, &target, 0, 0, rows, classes, -100, &good, 0, INT64_MAX, &loss, &valid, 0), "sizes of rows", i);
+  }
+  for (unsigned i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i) {
+    require(!NAMED(unit_rows)(&score, sizes[i][0], sizes[i][1], &score), "sizes of unit rows", i);
+    require(!NAMED(unit_gradient)(&score, &score, &score, sizes[i][0], sizes[i][1], 1, &score), "sizes of gradients", i);
   }
   const double temperatures[] = {NAN, INFINITY, -INFINITY, 0, -1, 5e-324, 1e-38};
   for (unsigned i = 0; i < sizeof(temperatures) / sizeof(double); ++i) {

@@ -27,6 +27,7 @@ from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.smooth_ap.sums import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
 from fullrank.losses.pooled.pool import PerClass, Pool
+from fullrank.losses.rows import unit_rows
 
 needs_extension = pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())
 
@@ -481,6 +482,37 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
                 native.evaluate(table, scores, scale=8.0, first=first, out=out, **of_rows)
         with pytest.raises(ValueError, match="a tensor for C: expected"):
             native.evaluate(table, scores, None, 8.0, first, out[:, :-1])
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_unit_rows_and_the_gradient_through_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of zeros too. Rows that are not usual, and what the gate refuses, are left to torch."""
+    rows, gradient = normal(9, 37, seed=0).to(dtype), normal(9, 37, seed=1).to(dtype)
+    rows[4], rows[5] = 0, rows[5] * 1e-25
+    leaf = rows.double().requires_grad_()
+    exact = leaf / leaf.norm(dim=1, keepdim=True).masked_fill(leaf.detach().norm(dim=1, keepdim=True) == 0, 1.0)
+    (of_rows,) = torch.autograd.grad(exact, leaf, 3.0 * gradient.double())
+    found = native.unit_rows(rows.t().contiguous().t())
+    assert (found - exact.detach()).abs().max() <= 2 * torch.finfo(
+        dtype
+    ).eps  # a product with 1 / length, rounded twice
+    scale = of_rows.norm(dim=1, keepdim=True)
+    error = (native.unit_gradient(rows, found, gradient, 3.0) - of_rows).norm(dim=1, keepdim=True) / scale
+    assert error.max() <= 20 * torch.finfo(dtype).eps
+    assert (gradient * 3.0 / rows.norm(dim=1, keepdim=True) - of_rows)[0].norm() > 0.1 * scale[0], "the control"
+    for number in (math.nan, math.inf, -math.inf, *((1e200, 1e-200) if dtype == torch.float64 else ())):
+        spoiled = rows.clone()
+        spoiled[2] = number
+        assert native.unit_rows(spoiled) is None
+        if math.isfinite(number):
+            assert (unit_rows(spoiled)[2].norm() - 1).abs() <= 1e-15
+    for change in (rows.neg()._neg_view(), rows.as_subclass(Subclass), rows[:0], rows.to("meta")):
+        assert native.unit_rows(change) is None
+        assert native.unit_gradient(rows, found, change, 1.0) is None
+    monkeypatch.setattr(native, "FUNCTIONS", {})
+    assert native.unit_rows(rows) is None
+    assert (unit_rows(rows) - found).abs().max() <= 4 * torch.finfo(dtype).eps
 
 
 @needs_extension
