@@ -70,13 +70,17 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
             if disabled is None:
                 if "torch._dynamo" not in sys.modules:
                     return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function, reason=reason)
+                disabled = disable()
             return disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # makes the compiler break the graph at a call
-    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    def disable() -> Callable[P, T]:
+        return torch.compiler.disable(function, reason=reason)
+
+    marked: Any
+    for marked in (call, disable):  # the compiler breaks the graph at a call of either; it enters a forward
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return call
 
 

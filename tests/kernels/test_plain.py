@@ -59,7 +59,7 @@ def test_the_compiler_sees_every_operator(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("fullrank" in name for name in graph_of(call, *rows(5000), 0.1)), "too many pairs"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_graph_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some have a weight of 0. The control: no weights."""
     weight, found = torch.arange(100.0) % 5, []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import FORMS, IGNORED, KINDS, Form, normal, slowly
+from loss_cases import FORMS, IGNORED, KINDS, Form, normal
 from torch import Tensor
 
 from fullrank import losses
@@ -64,11 +64,14 @@ def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], g
 
 
 FUNCTIONS = [name for name, form in FORMS.items() if form.is_function and "graph" not in form.loss.left_out]
-FUNCTIONS.remove("pauc_dro")  # other kernels than the first form has: in `make test` too
+# In `make test`: by columns, of all rows at once, with other kernels than the first form has, of tokens.
+OFTEN = ["smooth_ap", "softmax_focal", "pauc_dro", "causal_lm"]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["pauc_dro", *slowly(FUNCTIONS, pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.full) for name in FUNCTIONS]
+)
 def test_functions_over_temperatures_and_row_counts(name: str, backend: str) -> None:
     """aot_eager traces what every backend is given, forward and backward, and takes three times as long."""
     torch._dynamo.reset()
@@ -110,7 +113,13 @@ MODULES["draws"] = FORMS["smooth_ap"], {"max_pool_size": 64}
 BROKEN = [name for name, (form, options) in MODULES.items() if options or "graph" in form.loss.left_out]
 
 
-@pytest.mark.parametrize("name", MODULES)
+# One of each way through a graph: a pool, a soft maximum, embeddings, several losses, a schedule, states.
+STEPS = ["smooth_ap", "recall_dro", "info_nce", "combined", "warm_up", "queue", "draws"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in STEPS else pytest.mark.full) for name in MODULES]
+)
 def test_modules_within_a_compiled_step(name: str) -> None:
     """With a queue that fills, temperatures that cool and batches of other sizes."""
     torch._dynamo.reset()
