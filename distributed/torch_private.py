@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,6 +43,24 @@ def collectives_by_group() -> dict[ProcessGroup, int]:
     """Return the number of collectives that each process group has counted."""
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
     return {group: group._get_sequence_number_for_group() for group in groups}
+
+
+@contextmanager
+def watch_collectives(check: Callable[[ProcessGroup], None]) -> Iterator[None]:
+    """Call ``check`` with the group of each collective of ``torch.distributed`` inside, before it communicates."""
+    module: Any = dist.distributed_c10d
+    is_outside = module._rank_not_in_group
+
+    def checked(group: ProcessGroup | None) -> bool:
+        if isinstance(group, ProcessGroup):
+            check(group)
+        return bool(is_outside(group))
+
+    module._rank_not_in_group = checked
+    try:
+        yield
+    finally:
+        module._rank_not_in_group = is_outside
 
 
 P = ParamSpec("P")

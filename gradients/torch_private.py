@@ -129,6 +129,12 @@ def forget_forward(module: DistributedDataParallel) -> None:
         pass  # a backward failed inside the reduction, and DDP raises at its next forward: this must not hide it
 
 
+def reset_reducer(module: DistributedDataParallel) -> None:
+    """Reset DDP's reducer after a backward that has not reached all parameters."""
+    if (reducer := getattr(module, "reducer", None)) is not None:
+        reducer._reset_state()
+
+
 def awaits_first_reduction(module: DistributedDataParallel) -> bool:
     """Return True until DDP with ``static_graph`` has recorded its graph, in its first backward."""
     return module.static_graph and not module._static_graph_delay_allreduce_enqueued

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Words, expected
@@ -28,9 +29,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """Return ``batch`` with ``function`` applied to every tensor in it."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if (items := _items(batch)) is None:
-        return batch
-    return _remake(batch, {key: map_tensors(function, value) for key, value in items.items()})
+    items = _items(batch)
+    return batch if items is None else _remake(batch, {key: map_tensors(function, items[key]) for key in items})
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -58,36 +58,36 @@ def pad_tokens(ignore_index: int = -100, *, pad: int = 0) -> Join:
     """
 
     def fill(tensors: Sequence[Tensor], name: str) -> Tensor:
-        width = max(tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in tensors)
-        value = ignore_index if "label" in name.lower() else pad
-        return _cat([_widen(tensor, width, value) if tensor.ndim > 1 else tensor for tensor in tensors], name)
+        if tensors[0].ndim > 1:
+            value = ignore_index if "label" in name.lower() else pad
+            width = max(tensor.shape[1] for tensor in tensors)
+            after = [(*(0, 0) * (tensor.ndim - 2), 0, width - tensor.shape[1]) for tensor in tensors]
+            tensors = [F.pad(tensor, sides, value=value) for tensor, sides in zip(tensors, after)]
+        return _cat(tensors, name)
 
     return lambda batches: _join(batches, "batch", fill)
 
 
-def _widen(tensor: Tensor, width: int, value: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), value)], 1)
-
-
 def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Tensor], str], Tensor]) -> Any:
-    first, items = values[0], [_items(value) or {} for value in values]
+    def refuse(what: str, got: str) -> ValueError:
+        return ValueError(expected(name, what, Words(got), _JOIN))
+
+    first, items = values[0], [_items(value) for value in values]
     if len(kinds := {type(value).__name__ for value in values}) > 1:
-        raise ValueError(expected(name, "the same type in every batch", Words(" and ".join(sorted(kinds))), _JOIN))
+        raise refuse("the same type in every batch", " and ".join(sorted(kinds)))
     if isinstance(first, Tensor) and first.ndim:
         return join_tensors(values, name)
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(values)
     if isinstance(first, list) and not any(map(tensors_in, values)):
         return [item for value in values for item in value]
-    if _items(first) is not None:
-        if len({tuple(map(str, item)) for item in items}) > 1:
-            raise ValueError(expected(name, "the same keys or length in every batch", Words("different ones"), _JOIN))
-        return _remake(
-            first, {key: _join([item[key] for item in items], f"{name}[{key!r}]", join_tensors) for key in items[0]}
-        )
+    if items[0] is not None:
+        if len({tuple(map(str, item or ())) for item in items}) > 1:
+            raise refuse("the same keys or length in every batch", "different ones")
+        columns = {key: [(item or {})[key] for item in items] for key in items[0]}
+        return _remake(first, {key: _join(columns[key], f"{name}[{key!r}]", join_tensors) for key in columns})
     if not all(bool(value == first) for value in values):
-        got = Words(", ".join(map(str, values[:4])))
-        raise ValueError(expected(name, "tensors with rows, or the same value in every batch", got, _JOIN))
+        raise refuse("tensors with rows, or the same value in every batch", ", ".join(map(str, values[:4])))
     return first
 
 

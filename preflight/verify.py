@@ -9,8 +9,9 @@ gradient a combination of those of the batches?).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,13 +21,12 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group, is_initialized
 from ..distributed.header import Offer, agree_on
-from ..errors import expected
-from ..gradients import discard_gradients_
+from ..errors import RankError, expected
 from ..gradients.parameters import is_dtensor
 from ..gradients.wrappers import find_ranks, find_sync
 from .joining import Join, concatenate, is_window, map_tensors, tensors_in
-from .one_process import Gradients, NoDropout, Reference, State, Step, plain_names, take_gradients, whole
-from .report import Findings, StepReport, Verdict, likely_causes
+from .one_process import Gradients, Reference, State, Step, take_gradients, whole
+from .report import StepReport, Verdict, likely_causes
 
 T = TypeVar("T")
 
@@ -51,8 +51,9 @@ def verify_step(
     and the memory of one more model.
 
     Args:
-        step: ``step(model, batch)`` does forward and backward(s) of one optimizer step, without the optimizer, with the
-            model that it is given, and may return the loss. It asks for the world size inside: on one process it is 1.
+        step: ``step(model, batch)`` does forward and backward(s) of one optimizer step with the model that it is given,
+            and may return the loss. If it calls an optimizer or unscales gradients, it ends there. It asks for the
+            world size inside: on one process it is 1.
         model: the model as it is trained, wrapped or not.
         batch: of this rank: a tensor, or tuples, mappings and dataclasses of tensors; or a list of micro-batches. One
             process gets one batch, or a list of one.
@@ -75,7 +76,7 @@ def verify_step(
 
     State:
         Parameters, buffers, gradients, random states, training modes, switches of wrappers, queues and optimizers are
-        afterwards as before, also after an error. A step that calls the optimizer is undone, and the report says so.
+        afterwards as before, also after an error.
 
     Limits:
         Statistics of batches (BatchNorm without synchronization) and random steps have no gradient of one process to
@@ -90,28 +91,29 @@ def verify_step(
         if not is_right:
             raise TypeError(expected(name, kind, value))
     ranks = _data_ranks(model, group)
-
-    def run(model: nn.Module, batch: Any) -> float | None:
-        with NoDropout(model) if disable_dropout else nullcontext():
-            value = step(model, batch)
-        if isinstance(value, Tensor):
-            return float(value.detach().double().mean())
-        return float(value) if isinstance(value, (int, float)) else None
-
-    state = _together(ranks, lambda: State(step, model, losses))
-    with state.restored(), ExitStack() as stack:
+    state = _together(ranks, lambda: State(step, model, losses, disable_dropout=disable_dropout))
+    with ExitStack() as stack:
+        stack.enter_context(state.restored())
         batches = _together(ranks, lambda: _Batches(batch, join or concatenate, ranks))
         joined = _together(ranks, batches.whole)
-        discard_gradients_(model)
-        reference = _together(ranks, lambda: Reference(run, state, build_model))
+        reference = _together(ranks, lambda: Reference(state, build_model))
         stack.callback(reference.close)
         alone = f"verify_step on one process ({'one micro-batch, ' * batches.is_window}world size 1)"
-        wanted_value, wanted = _together(ranks, lambda: reference.run(joined), alone)
+        loss_alone, wanted = _together(ranks, lambda: reference.run(joined), alone)
+
+        def run() -> float | None:
+            try:
+                return state.run(model, batch)
+            except Exception as error:
+                if not isinstance(error, RankError):  # it is raised with the others, who may wait in the step
+                    warnings.warn(f"verify_step: {type(error).__name__} in the step: {error}", stacklevel=3)
+                raise
+
         state.rewind()
-        own_value = _together(ranks, lambda: run(model, batch))
-        found = take_gradients(plain_names(model) | state.parameters_outside())
-        state.rewind()  # notices what the step has changed
-        return _Proof(state, reference, batches, ranks, found, wanted).report(own_value, wanted_value)
+        loss = _together(ranks, run)
+        found = take_gradients(reference.sources | state.parameters_outside())
+        state.rewind()
+        return _Proof(state, reference, batches, ranks, found, wanted).report(loss, loss_alone)
 
 
 def _data_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
@@ -145,12 +147,12 @@ class _Batches:
         sent = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
         everyone = _everyone(ranks, (is_window(batch), sent, [tensor.device.type for tensor in tensors_in(batch)]))
         self.is_window = any(is_list for is_list, _, _ in everyone)
-        arrived = []
-        for _, part, devices in everyone:
+        self.by_rank = []
+        for _, arrived, devices in everyone:
             device = iter(devices)
-            arrived.append(map_tensors(lambda tensor: tensor.to(next(device)), part))  # noqa: B023
-        self.by_rank = [part if self.is_window else [part] for part in arrived]
-        self.rows = tuple(sum(map(_count_rows, parts)) for parts in self.by_rank)
+            arrived = map_tensors(lambda tensor: tensor.to(next(device)), arrived)  # noqa: B023
+            self.by_rank.append(arrived if self.is_window else [arrived])
+        self.rows = [sum(map(_count_rows, parts)) for parts in self.by_rank]
         self.parts = [part for parts in self.by_rank for part in parts]
         self.join = join
 
@@ -162,6 +164,13 @@ class _Batches:
         """Return one batch as the step gets it."""
         return [part] if self.is_window else part
 
+    def units(self) -> dict[str, list[Any]]:
+        """Return the parts of the whole batch that a loss may see alone, by what they are."""
+        units = {"micro-batch" if self.is_window else "process": self.parts}
+        if self.is_window and len(self.by_rank) > 1 and len(set(map(len, self.by_rank))) == 1:
+            units["micro-batch of all processes"] = [self.join(column) for column in zip(*self.by_rank)]
+        return {unit: parts for unit, parts in units.items() if len(parts) > 1}
+
 
 def _count_rows(batch: Any) -> int:
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
@@ -170,16 +179,12 @@ def _count_rows(batch: Any) -> int:
 class _Gap(NamedTuple):
     """The gradient g of a parameter in the step next to r of one process."""
 
-    factor: float  # <g, r> / <r, r>
-    error: float  # |g - r| / |r|
-    kind: str  # "exact", "zero" (both are, up to rounding), "factor", "direction" or "missing"
-
-    @property
-    def is_right(self) -> bool:
-        return self.kind in ("exact", "zero")
+    kind: str  # one of ``_KINDS``
+    factor: float = 1.0  # <g, r> / <r, r>
+    error: float = 0.0  # |g - r| / |r|
 
 
-_ZERO = _Gap(1.0, 0.0, "zero")
+_KINDS = ("zero", "exact", "factor", "missing", "direction")  # zero: both are, up to rounding; the worst is last
 
 
 class _Proof:
@@ -195,173 +200,135 @@ class _Proof:
         wanted: Gradients,
     ) -> None:
         self.state, self.reference, self.batches, self.ranks = state, reference, batches, ranks
+        self.found, self.wanted = {name: found.get(name) for name in wanted}, wanted
         eps = torch.finfo(state.lowest).eps
         self.tolerance = math.sqrt(eps)
-        # Of the norm of all gradients: less is rounding. In float64 that of sums of 1e6 terms.
-        self.zero = max(1e-9, min(32 * eps, self.tolerance / 4))
-        has_gradient = _everyone(ranks, {name for name, grad in found.items() if grad is not None})
-        common = set.intersection(*has_gradient)
-        self.found = {name: found[name] if name in common else None for name in wanted}
-        self.wanted = wanted
         self.whole_norm = math.hypot(*(float(grad.double().norm()) for grad in wanted.values() if grad is not None))
-        self.own = self._sample(self.found)
+        # Less is rounding. In float64 that of sums of 1e6 terms.
+        self.zero = max(1e-9, min(32 * eps, self.tolerance / 4)) * self.whole_norm
 
-    def report(self, value: float | None, wanted_value: float | None) -> StepReport:
+    def report(self, loss: float | None, loss_alone: float | None) -> StepReport:
         """Compare, look for the reasons, and return what all ranks agree on."""
-        ranks, gaps = self.ranks, self._gaps()
-        is_random = False
-        if not all(gap.is_right for gap in gaps.values()):
+        is_random, (gaps, differ) = False, self._gaps({})
+        if any(gap.kind not in _KINDS[:2] for gap in gaps.values()):
             is_random, noise = self._noise()
-            gaps = self._gaps(noise)
+            gaps, differ = self._gaps(noise)
         kinds = {name: gap.kind for name, gap in gaps.items()}
         order: tuple[Verdict, ...] = ("direction", "missing", "factor")
         verdict: Verdict = next((kind for kind in order if kind in kinds.values()), "exact")
         verdict = "random" if is_random and verdict != "exact" else verdict
-        values, wanted_value = _everyone(ranks, value), _everyone(ranks, wanted_value)[0]
-        known = [own for own in values if own is not None]
-        mean = None
-        if wanted_value is not None and len(known) == len(values):
-            mean = sum(known) / len(known), wanted_value
-        causes = () if verdict == "exact" else likely_causes(verdict, self._findings(gaps, mean))
-        is_optimized = any(_everyone(ranks, self.state.is_optimized))
-        notes = ("The step changed parameters (an optimizer?): this was undone. Leave it out.",) * is_optimized
-        number, parts = len(self.batches.rows), len(self.batches.parts)
-        setting = f"{number} process{'es' * (number > 1)}, {find_sync(self.state.model).kind}, "
-        setting += f"{' + '.join(map(str, self.batches.rows[:8]))} rows"
-        setting += f", {parts} micro-batches" * self.batches.is_window
+        everyone = _everyone(self.ranks, loss)
+        known = [own for own in everyone if own is not None]
+        mean = None if loss_alone is None or len(known) < len(everyone) else (sum(known) / len(known), loss_alone)
+        differ = [] if is_random else differ  # then one process has other gradients on each rank
+        causes = () if verdict == "exact" else self._causes(verdict, gaps, differ, mean)
+        rows = self.batches.rows
+        setting = f"{len(rows)} process{'es' * (len(rows) > 1)}, {find_sync(self.state.model).kind}, "
+        setting += f"{' + '.join(map(str, rows[:8]))} rows"
+        setting += f", {len(self.batches.parts)} micro-batches" * self.batches.is_window
+        setting += ", up to the optimizer" * self.state.is_optimized
         gradients = {name: (gap.factor, gap.error) for name, gap in gaps.items()}
-        return StepReport(verdict, gradients, mean, causes, setting, notes, kinds)
+        return _everyone(self.ranks, StepReport(verdict, gradients, mean, causes, setting, kinds))[0]
 
-    def _gaps(self, noise: dict[str, float] | None = None) -> dict[str, _Gap]:
-        """Return for each parameter the gap of the rank where it is largest."""
-        own = {name: self._gap(name, (noise or {}).get(name, 0.0)) for name in self.wanted}
-        everyone = _everyone(self.ranks, own)
-        worst = ("zero", "exact", "factor", "missing", "direction").index
-        gaps = {n: max((gaps[n] for gaps in everyone), key=lambda gap: (worst(gap.kind), gap.error)) for n in own}
-        for name, gap in gaps.items():
-            factors = [other[name].factor for other in everyone]
-            if gap.kind == "factor" and max(factors) - min(factors) > 1e-3 * abs(gap.factor):
-                gaps[name] = gap._replace(kind="direction")  # another factor on each rank
-        return gaps
+    def _gaps(self, noise: dict[str, float]) -> tuple[dict[str, _Gap], list[str]]:
+        """Return for each parameter the gap of the rank where it is largest, and the names of which ranks differ."""
+        own = {name: self._gap(name, noise.get(name, 0.0)) for name in self.wanted}
+        everyone, gaps, differ = _everyone(self.ranks, own), {}, []
+        for name in own:
+            every = [other[name] for other in everyone]
+            gaps[name] = max(every, key=lambda gap: (_KINDS.index(gap.kind), gap.error))
+            factors = [gap.factor for gap in every]
+            if gaps[name].kind in _KINDS[2:] and max(factors) - min(factors) > 1e-3 * max(map(abs, factors)):
+                differ.append(name)
+                if gaps[name].kind == "factor":
+                    gaps[name] = gaps[name]._replace(kind="direction")  # another factor on each rank
+        return gaps, differ
 
     def _gap(self, name: str, noise: float) -> _Gap:
-        found, wanted = self._double(self.found[name]), self._double(self.wanted[name])
-        length = 0.0 if wanted is None else float(wanted.norm())
-        if found is None:
-            is_zero = length <= self.zero * self.whole_norm
-            return _ZERO if is_zero else _Gap(0.0, 1.0, "missing")
-        if wanted is None:
-            wanted = torch.zeros_like(found)
-        own = float(found.norm())
-        gap = float((found - wanted).norm())
-        factor = float((found * wanted).sum()) / length**2 if length else math.inf if own else 1.0
-        error = gap / length if length else math.inf if gap else 0.0
+        both = [None if grad is None else whole(grad).double() for grad in (self.found[name], self.wanted[name])]
+        if not (known := [grad for grad in both if grad is not None]):
+            return _Gap("zero")
+        g, r = (torch.zeros_like(known[0]) if grad is None else grad for grad in both)
+        own, length, distance = float(g.norm()), float(r.norm()), float((g - r).norm())
         if not math.isfinite(own):
-            return _Gap(math.nan, math.inf, "direction")
-        if max(own, length) <= self.zero * self.whole_norm:
-            return _ZERO
-        if gap <= max(self.tolerance * length, noise):
-            return _Gap(factor, error, "exact")
-        if own <= self.zero * self.whole_norm:
-            return _Gap(factor, error, "missing")
-        is_pure = float((found - factor * wanted).norm()) <= max(self.tolerance * own, noise)
-        return _Gap(factor, error, "factor" if is_pure else "direction")
-
-    def _double(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else whole(grad).double()
+            return _Gap("direction", math.nan, math.inf)
+        if max(own, length) <= self.zero:
+            return _Gap("zero")
+        factor, error = (float((g * r).sum()) / length**2, distance / length) if length else (math.inf, math.inf)
+        if distance <= max(self.tolerance * length, noise):
+            return _Gap("exact", factor, error)
+        if own <= self.zero:
+            return _Gap("missing", factor, error)
+        is_pure = float((g - factor * r).norm()) <= max(self.tolerance * own, noise)
+        return _Gap("factor" if is_pure else "direction", factor, error)
 
     def _noise(self) -> tuple[bool, dict[str, float]]:
         """Return whether the step is random, and the rounding of each gradient, from runs that differ in neither."""
 
         def distances(order: int, seed: int | None) -> dict[str, float]:
-            _, gradients = _together(self.ranks, lambda: self.reference.run(self.batches.whole(order), seed))
-            pairs = (
-                (name, self._double(gradients.get(name)), self._double(grad)) for name, grad in self.wanted.items()
-            )
-            return {name: float((a - b).norm()) for name, a, b in pairs if a is not None and b is not None}
+            _, others = _together(self.ranks, lambda: self.reference.run(self.batches.whole(order), seed))
+            pairs = ((name, others.get(name), grad) for name, grad in self.wanted.items())
+            return {name: float((a.double() - b).norm()) for name, a, b in pairs if a is not None and b is not None}
 
         limit = self.tolerance * self.whole_norm
         is_random = any(_everyone(self.ranks, math.hypot(*distances(1, seed=1).values()) > limit))
         return is_random, {name: min(16 * gap, limit) for name, gap in distances(-1, seed=None).items()}
 
-    def _findings(self, gaps: dict[str, _Gap], values: tuple[float, float] | None) -> Findings:
-        state, batches = self.state, self.batches
-        wrong = {name: gap for name, gap in gaps.items() if not gap.is_right}
-        everyone = _everyone(self.ranks, self.own)
-        differ = {
-            name
-            for own in everyone
-            for name, sample in own.items()
-            if any(
-                float((other[name] - sample).norm()) > 10 * self.tolerance * float(sample.norm()) for other in everyone
-            )
-        }
-        outside = set(state.parameters_outside())
-        unit, shares, right = ("", (), ()) if differ else self._shares()
+    def _causes(
+        self, verdict: Verdict, gaps: dict[str, _Gap], differ: list[str], losses: tuple[float, float] | None
+    ) -> tuple[str, ...]:
         kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-        layers = [name for name, m in state.model.named_modules() if isinstance(m, kinds) and m.training]
-        return Findings(
-            factors=tuple(sorted({round(gap.factor, 6) for gap in wrong.values()})),
+        layers = [name for name, m in self.state.model.named_modules() if isinstance(m, kinds) and m.training]
+        unit, shares, right = self._shares() if verdict in ("factor", "direction") and not differ else ("", (), ())
+        return likely_causes(
+            verdict,
+            factors=[gap.factor for gap in gaps.values() if gap.kind in _KINDS[2:]],
             is_partial=any(gap.kind == "exact" for gap in gaps.values()),
-            parts=len(batches.parts),
-            rows=batches.rows,
-            differ=tuple(sorted(differ & wrong.keys())),
-            outside=differ & wrong.keys() <= outside,
+            parts=len(self.batches.parts),
+            rows=self.batches.rows,
+            differ=differ,
+            outside=set(differ) <= self.state.parameters_outside().keys(),
             unit=unit,
             shares=shares,
             right_shares=right,
-            same_loss=values is not None and abs(values[0] - values[1]) <= self.tolerance * abs(values[1]),
-            statistics=tuple(layers) if len(batches.parts) > 1 else (),
+            same_loss=losses is not None and abs(losses[0] - losses[1]) <= self.tolerance * abs(losses[1]),
+            statistics=layers if len(self.batches.parts) > 1 else (),
         )
 
-    def _sample(self, gradients: Gradients) -> dict[str, Tensor]:
-        """Return some numbers of each gradient, the same places in every run."""
-        samples = {}
-        for name, wanted in self.wanted.items():
-            other = self.found[name] if wanted is None else wanted
-            if other is not None:
-                grad = gradients.get(name)
-                flat = torch.zeros(other.numel()) if grad is None else whole(grad).flatten().cpu()
-                samples[name] = flat[:: max(1, len(flat) // _SAMPLED)][: 2 * _SAMPLED].double()
-        return samples
-
     def _shares(self) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
-        """Return units of rows, what each counts in the gradient, and should count; empty if no such numbers exist."""
-        by_rank, join = self.batches.by_rank, self.batches.join
-        units = {"process": by_rank if len(by_rank) > 1 else [], "micro-batch": [[part] for part in self.batches.parts]}
-        if len(by_rank) > 1 and self.batches.is_window and len(set(map(len, by_rank))) == 1:
-            units["micro-batch of all processes"] = [[join(column)] for column in zip(*by_rank)]
-        found: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = []
-        for unit, parts in units.items():
-            if len(parts) > 1:
-                columns = self._columns([part if self.batches.is_window else part[0] for part in parts])
-                targets = self.own, self._sample(self.wanted)
-                both = [_combination(columns, _flat(samples), self.tolerance) for samples in targets]
-                found += [(unit, both[0], both[1])] if both[0] else []
-        return max(found, key=lambda row: bool(row[2]), default=("", (), ()))
+        """Return units of rows, what each counts in the gradient, and should count; empty if no such numbers exist.
 
-    def _columns(self, batches: list[Any]) -> Tensor | None:
-        """Return samples of the gradients of each batch alone, as columns; None if the step fails for one."""
-        rank, size = (0, 1) if self.ranks is None else (dist.get_rank(self.ranks), self.ranks.size())
-        own: list[Tensor | None] = []
-        for place in range(rank, -(-len(batches) // size) * size, size):  # equally many runs on every rank
+        The step runs with each unit alone, and the gradient is written as a combination of the gradients of these runs.
+        """
+        best: tuple[str, tuple[float, ...], tuple[float, ...]] = "", (), ()
+        for unit, parts in self.batches.units().items():
             try:
-                own.append(_flat(self._sample(self.reference.run(batches[place % len(batches)])[1])))
+                runs = [self.reference.run(self.batches.of_step(part))[1] for part in parts]
             except Exception:  # such as a batch without positives
-                own.append(None)
-        everyone = _everyone(self.ranks, own)
-        columns = [everyone[place % size][place // size] for place in range(len(batches))]
-        known = [column for column in columns if column is not None]
-        return torch.stack(known, 1) if len(known) == len(columns) else None
+                continue
+            *columns, found, wanted = map(self._sample, [*runs, self.found, self.wanted])
+            shares, right = (
+                _combination(torch.stack(columns, 1), target, self.tolerance) for target in (found, wanted)
+            )
+            if shares and (not best[1] or (right and not best[2])):
+                best = unit, shares, right
+        return best
+
+    def _sample(self, gradients: Gradients) -> Tensor:
+        """Return some numbers of each gradient, from the same places of every run."""
+        samples = []
+        for name, wanted in self.wanted.items():
+            like = self.found[name] if wanted is None else wanted
+            if like is not None:
+                grad = gradients.get(name)
+                flat = whole(like if grad is None else grad).flatten() * (grad is not None)
+                samples.append(flat[:: max(1, len(flat) // _SAMPLED)][: 2 * _SAMPLED].double().cpu())
+        return torch.cat(samples)
 
 
-def _flat(samples: dict[str, Tensor]) -> Tensor:
-    return torch.cat(list(samples.values()))
-
-
-def _combination(columns: Tensor | None, target: Tensor, tolerance: float) -> tuple[float, ...]:
+def _combination(columns: Tensor, target: Tensor, tolerance: float) -> tuple[float, ...]:
     """Return the numbers with which ``columns`` add up to ``target``; empty if there are none, or many."""
-    if columns is None or columns.shape[1] > columns.shape[0] // 2:
+    if columns.shape[1] > columns.shape[0] // 2:
         return ()
     shares = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     is_found = float((columns @ shares - target).norm()) <= max(10 * tolerance, 1e-6) * float(target.norm())

@@ -35,7 +35,7 @@ from workers import error_of
 
 from fullrank.accumulation.torch_private import tensors_with_graph
 from fullrank.distributed.gather import _KEEP_ROWS
-from fullrank.distributed.torch_private import collectives_by_group
+from fullrank.distributed.torch_private import collectives_by_group, watch_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
 Table = dict[str, tuple[str, Callable[[], Any]]]  # names that are used together, what for, and a check on two ranks
@@ -620,11 +620,19 @@ def counts_collectives() -> bool:
     return collectives_by_group()[group] == before + 1
 
 
+def watches_collectives() -> bool:
+    seen: list[object] = []
+    with watch_collectives(seen.append):
+        dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+    return seen == [dist.group.WORLD]
+
+
 GROUPS_AND_METRICS: Table = {
     "torch.distributed.distributed_c10d._world ProcessGroup._get_sequence_number_for_group pg_map": (
         "sees a collective over another group",
         counts_collectives,
     ),
+    "torch.distributed.distributed_c10d._rank_not_in_group": ("stops a collective over another", watches_collectives),
     "ProcessGroup._allgather_base all_gather_single asyncOp": ("gathers", gathers),
     "torch.distributed.reduce_scatter_single": ("adds gradients of gathered rows", adds_rows),
     "DeviceMesh._flatten": ("makes one group of all dimensions", flattens),

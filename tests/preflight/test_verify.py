@@ -6,12 +6,14 @@ import dataclasses
 import math
 import random
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks, same
 from subjects import switches, wrap
@@ -189,19 +191,21 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         optimizer.param_groups[0]["lr"] /= 2
         loss = with_queue(model, batch)
-        optimizer.step()
         schedule.step()
         model.eval()
         QUEUED.eval()
         torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
         if fault == ("on one process" if dist.get_world_size() == 1 else "in the step"):
             raise RuntimeError("a fault")
+        optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     before = snapshot(model, optimizer) | {"schedule": str(schedule.state_dict())}
     for _ in range(2):
         if fault:
-            error = common_error(lambda: fr.verify_step(step, model, batch, build_model=build))
+            with pytest.warns(match="a fault") if fault == "in the step" else nullcontext():  # before others can join
+                error = common_error(lambda: fr.verify_step(step, model, batch, build_model=build))
             assert error[0] == "RuntimeError"
             assert "a fault" in error[1]
         else:
@@ -222,6 +226,10 @@ def test_faults(rank: int) -> None:
         loss = bce(model, batch)
         dist.all_reduce(loss.detach(), group=group)
         loss.backward()
+
+    def of_its_backward(model: nn.Module, batch: Any) -> None:
+        rows = collectives.all_gather(model(batch[0])[:5], group=group)  # its backward would wait for the other ranks
+        torch.cat(rows).logsumexp(0).backward()
 
     def of_one_rank(model: nn.Module, batch: Any) -> None:
         if rank == 1:
@@ -245,6 +253,7 @@ def test_faults(rank: int) -> None:
     odd = {"rows": batch[0], "number": rank}
     rows = {
         "a group of its own": (of_group, model, batch, {}),
+        "a group of its own, ranks": (of_its_backward, model, batch, {}),
         "no wrapped model but the one": (lambda m, b: bce(other, b).backward(), model, batch, {}),
         "a fault of one rank": (of_one_rank, model, batch, {}),
         "batch['number']: expected tensors with rows, or the same value": (global_mean, model, odd, {}),
@@ -255,7 +264,12 @@ def test_faults(rank: int) -> None:
             {},
         ),
         "build_model=": (global_mean, wrap(Net(), "fsdp"), batch, {}),
-        "differs in": (global_mean, wrap(Net(), "fsdp"), batch, {"build_model": lambda: nn.Linear(6, 1)}),
+        "expected the model that is trained": (
+            global_mean,
+            wrap(Net(), "fsdp"),
+            batch,
+            {"build_model": lambda: nn.Linear(6, 1)},
+        ),
         "gives none": (lambda m, b: None, model, batch, {}),
         "zero_grad": (cleared, model, batch, {}),
         "infinite": (lambda m, b: (bce(m, b) * math.inf).backward(), model, batch, {}),
@@ -360,4 +374,6 @@ def test_check_raises_the_report_everywhere(rank: int) -> None:
     model = DistributedDataParallel(Net())
     report = fr.verify_step(own_rows, model, make_batch(rank, COUNTS))
     assert common_error(report.check)[0] == "RuntimeError"
+    global_mean(model, make_batch(rank))  # a gradient that the parameters have before is left out
+    fr.verify_step(lambda m, b: m(b[0], embeds=True)[0].sum().backward(), model, make_batch(rank))  # DDP still waits
     fr.verify_step(global_mean, model, make_batch(rank)).check()

@@ -377,7 +377,7 @@ PROGRAMS = {
     "scale outside": Program(scale_outside, "direction", "A parameter outside the model", wrappers="ddp"),
     "means of means": Program(means_of_means, "direction", "A mean of means", True),
     "undivided": Program(undivided, "factor", "3 times", True, EVEN),
-    "divided twice": Program(divided_twice, "direction", "A mean of means", True),
+    "divided twice": Program(divided_twice, "factor", "1/3: the loss is divided", True, EVEN),
     "AP of micro-batches": Program(ap_of_micro_batches, "direction", "A loss of own rows", True),
     "updated in the step": Program(updated_in_the_step, "direction", "A loss of own rows", True),
     "mean as a sum": Program(mean_as_sum, "direction", "A mean of means", True),
