@@ -123,7 +123,7 @@ def test_a_queue_that_is_made_in_every_step_warns_once(make, of_row, calls):
 def test_training_in_eval_mode_with_a_queue_warns_once(make, of_row):
     """The control: no backward, 19 steps, an empty queue, no queue, a queue that eval mode uses, or train mode."""
 
-    def texts(steps=30, *, trained=True, use=lambda value: value, **options):
+    def texts(steps=30, *, trained=True, use=lambda value: value, mode=torch.enable_grad, **options):
         forget_hints()
         queue_in_eval = options.pop("queue_in_eval", False)
         loss = make(**options)
@@ -132,12 +132,12 @@ def test_training_in_eval_mode_with_a_queue_warns_once(make, of_row):
         for call in calls:
             call()
         loss.eval()
-        return texts_of(lambda *rows: use(call_of(loss, of_row)(*rows)), steps, lambda step: draw(step, 3))
+        return texts_of(mode()(lambda *rows: use(call_of(loss, of_row)(*rows))), steps, lambda step: draw(step, 3))
 
     (text,) = texts()
     assert "20 steps in a row were trained in eval mode" in text
     assert texts(20) == texts(use=torch.detach) == texts(trained=False) == texts(queue_in_eval=True) == []
-    assert texts(queue_size=0) == texts(validate_args=False) == []
+    assert texts(queue_size=0) == texts(validate_args=False) == texts(mode=torch.no_grad) == []
 
 
 @pytest.mark.slow
