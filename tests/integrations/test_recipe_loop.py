@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_cases import alone, average_precision, change, flat, make_encoder, make_rows
+from integration_cases import average_precision, change, flat, make_encoder, make_rows
 from on_ranks import on_ranks
 from pages import blocks, output_of, run_block
-from subjects import error, gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import error_of
@@ -99,18 +97,15 @@ def test_mixed_precision(rank: int, is_control: bool) -> None:
 def test_two_heads_are_those_of_one_process(rank: int) -> None:
     """Ranks that call them in another order raise."""
     names, weights = run_block(HEADS, {}), {"click": 1.0, "sale": 0.5}
-    torch.manual_seed(0)
-    network = names["TwoHeads"](nn.Sequential(nn.Linear(5, 8), nn.Tanh()), 8)
-    reference, model = deepcopy(network), DistributedDataParallel(network)
-    features, targets = make_rows(64)
+    network = names["TwoHeads"](nn.Sequential(nn.Linear(5, 8), nn.Tanh()), 8).double()
+    model, (features, targets) = DistributedDataParallel(network), make_rows(64)
     labels = {"click": targets, "sale": (features[:, 2:3] > 1).long()}
     part = slice(0, 40) if rank == 0 else slice(40, 64)
-    mine = {name: label[part] for name, label in labels.items()}
-    names["LossOfHeads"](weights)(model(features[part]), mine).backward()
-    alone(names["LossOfHeads"](weights))(reference(features), labels).backward()
-    assert error(gradient(network), gradient(reference)) <= 1e-6
+    batch = features[part].double(), {name: label[part] for name, label in labels.items()}
+    loss_fn = names["LossOfHeads"](weights)
+    fullrank.verify_step(lambda model, batch: loss_fn(model(batch[0]), batch[1]).backward(), model, batch).check()
     other = names["LossOfHeads"](dict(reversed(weights.items())) if rank else weights)
-    assert "name" in error_of(lambda: other(model(features[part]), mine))[1]
+    assert "name" in error_of(lambda: other(model(batch[0]), batch[1]))[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra `tensorboard`")
