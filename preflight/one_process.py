@@ -62,7 +62,7 @@ class State:
         self.values: list[tuple[Tensor, Tensor]] = []  # tensors, and what they held
         self._attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # of whom, values, copies
         self._inside: set[nn.Module] = set()
-        self._outside: dict[nn.Module, list[Tensor | None]] = {}  # the gradients of its parameters
+        self._outside: dict[nn.Module, tuple[dict[str, Any], list[Tensor | None]]] = {}  # state, gradients
         self._sync, self._random, self._disable_dropout = find_sync(model), _random_states(), disable_dropout
         self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
         kinds = Optimizer, torch.amp.GradScaler, LRScheduler
@@ -102,8 +102,7 @@ class State:
 
     def _watch(self, module: nn.Module) -> None:
         if module not in self._inside and not self._inside & set(module.modules()):
-            self._outside[module] = [parameter.grad for parameter in module.parameters()]
-            self.values += [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+            self._outside[module] = copy.deepcopy(module.state_dict()), [p.grad for p in module.parameters()]
             self.keep(module)
 
     @contextmanager
@@ -141,7 +140,7 @@ class State:
             parameter.grad = grad
             if grad is not None and values is not None:
                 grad.detach().copy_(values)
-        for module, grads in self._outside.items():
+        for module, (_, grads) in self._outside.items():
             for parameter, grad in zip(module.parameters(), grads):
                 parameter.grad = grad
 
@@ -149,8 +148,9 @@ class State:
         """Put back everything but the gradients of the model; with ``seed``, draw other random numbers from now on."""
         for tensor, value in self.values:
             tensor.detach().copy_(value)
-        for parameter in self.parameters_outside().values():
-            parameter.grad = None
+        for module, (state, _) in self._outside.items():
+            module.load_state_dict(state)
+            module.zero_grad(set_to_none=True)
         for attributes, held, copies in self._attributes:
             for name, value in copy.deepcopy(copies).items():
                 attributes[name] = held[name].copy_(value) if isinstance(value, Tensor) else value
@@ -270,7 +270,7 @@ class Reference:
     """
 
     def __init__(self, state: State, build_model: Callable[[], nn.Module] | None) -> None:
-        self._state = state
+        self.state = state
         self._group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if is_initialized() else None
         self._model = _copied(state.model, self._group) if build_model is None else build_model()
         if not isinstance(self._model, nn.Module):
@@ -304,24 +304,26 @@ class Reference:
         """Give the copy the parameters and the buffers of the model."""
         for name, source in self.sources.items():
             self.parameters[name].detach().copy_(whole(source))
-        for buffer, other in zip(self._model.buffers(), self._state.model.buffers()):
+        for buffer, other in zip(self._model.buffers(), self.state.model.buffers()):
             buffer.data = other.detach().clone()
 
     def run(self, batch: Any, seed: int | None = None) -> tuple[float | None, Gradients]:
         """Return the loss and the gradients of the step with ``batch`` alone, with other random numbers for a seed."""
-        self._state.rewind(seed)
+        self.state.rewind(seed)
         self._model.zero_grad(set_to_none=True)
         try:
             with self._alone(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                value = self._state.run(self._model, batch)
+                value = self.state.run(self._model, batch)
         finally:
             self._load()
-        gradients = take_gradients(self.parameters | self._state.parameters_outside())
+        gradients = take_gradients(self.parameters | self.state.parameters_outside())
         lengths = [float(grad.norm()) for grad in gradients.values() if grad is not None]
         if not lengths or not math.isfinite(sum(lengths)):
             got = Words("one that gives infinite ones" if lengths else "one that gives none")
-            fix = "Call the model that the step is given, not another variable, and backward; no zero_grad after it."
+            fix = (
+                "Call the model that it is given, not another variable, and backward before any optimizer or zero_grad."
+            )
             fix = "Lower the scale of the GradScaler." if lengths else fix
             raise ValueError(expected("step", "a step that gives the model gradients", got, fix))
         return value, gradients

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..distributed.group import Group, is_initialized
+from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
 from ..errors import RankError, expected
 from ..gradients.parameters import is_dtensor
@@ -113,13 +113,11 @@ def verify_step(
         loss = _together(ranks, run)
         found = take_gradients(reference.sources | state.parameters_outside())
         state.rewind()
-        return _Proof(state, reference, batches, ranks, found, wanted).report(loss, loss_alone)
+        return _Proof(reference, batches, ranks, found, wanted).report(loss, loss_alone)
 
 
 def _data_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
     """Return the ranks that have different batches; None for this rank alone."""
-    if group is None and not is_initialized():
-        return None
     sync = find_sync(model)
     if group is None and sync.unwrapped is not None and any(map(is_dtensor, model.parameters())):
         return None  # tensor parallelism alone: all ranks have the same batch
@@ -192,16 +190,15 @@ class _Proof:
 
     def __init__(
         self,
-        state: State,
         reference: Reference,
         batches: _Batches,
         ranks: ProcessGroup | None,
         found: Gradients,
         wanted: Gradients,
     ) -> None:
-        self.state, self.reference, self.batches, self.ranks = state, reference, batches, ranks
+        self.state, self.reference, self.batches, self.ranks = reference.state, reference, batches, ranks
         self.found, self.wanted = {name: found.get(name) for name in wanted}, wanted
-        eps = torch.finfo(state.lowest).eps
+        eps = torch.finfo(self.state.lowest).eps
         self.tolerance = math.sqrt(eps)
         self.whole_norm = math.hypot(*(float(grad.double().norm()) for grad in wanted.values() if grad is not None))
         # Less is rounding. In float64 that of sums of 1e6 terms.
