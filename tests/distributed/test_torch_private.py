@@ -615,24 +615,17 @@ def is_loss_parallel() -> bool:
 
 
 def counts_collectives() -> bool:
-    before = collectives_by_group()[group := dist.group.WORLD]
-    dist.all_reduce(torch.ones(1))
-    return collectives_by_group()[group] == before + 1
-
-
-def watches_collectives() -> bool:
-    seen: list[object] = []
-    with watch_collectives(seen.append):
-        dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
-    return seen == [dist.group.WORLD]
+    before, watched = collectives_by_group()[group := dist.group.WORLD], []
+    with watch_collectives(watched.append):
+        dist.all_reduce(torch.ones(1), group=group)
+    return collectives_by_group()[group] == before + 1 and watched == [group]
 
 
 GROUPS_AND_METRICS: Table = {
-    "torch.distributed.distributed_c10d._world ProcessGroup._get_sequence_number_for_group pg_map": (
+    "torch.distributed.distributed_c10d._world ProcessGroup._get_sequence_number_for_group pg_map _rank_not_in_group": (
         "sees a collective over another group",
         counts_collectives,
     ),
-    "torch.distributed.distributed_c10d._rank_not_in_group": ("stops a collective over another", watches_collectives),
     "ProcessGroup._allgather_base all_gather_single asyncOp": ("gathers", gathers),
     "torch.distributed.reduce_scatter_single": ("adds gradients of gathered rows", adds_rows),
     "DeviceMesh._flatten": ("makes one group of all dimensions", flattens),
