@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..distributed.group import ONLY, is_initialized
 from ..distributed.torch_private import collectives_by_group, watch_collectives
-from ..errors import Words, expected
+from ..errors import RankError, Words, expected
 from ..gradients import discard_gradients_
 from ..gradients.parameters import is_dtensor
 from ..gradients.torch_private import fsdp_modules, reset_reducer
@@ -80,6 +80,11 @@ class State:
                 value = self.step(model, batch)
             except _Optimizes:
                 self.is_optimized, value = True, None
+            except RankError:
+                raise
+            except Exception as error:  # raised on all ranks later: others may wait in a collective of the step
+                warnings.warn(f"verify_step: {type(error).__name__} in the step: {error}", stacklevel=2)
+                raise
         value = value.detach().double().mean().item() if isinstance(value, Tensor) else value
         return float(value) if isinstance(value, (int, float)) else None
 

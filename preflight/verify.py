@@ -9,7 +9,6 @@ gradient a combination of those of the batches?).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
-from ..errors import RankError, expected
+from ..errors import expected
 from ..gradients.parameters import is_dtensor
 from ..gradients.wrappers import find_ranks, find_sync
 from .joining import Join, concatenate, is_window, map_tensors, tensors_in
@@ -100,17 +99,8 @@ def verify_step(
         stack.callback(reference.close)
         alone = f"verify_step on one process ({'one micro-batch, ' * batches.is_window}world size 1)"
         loss_alone, wanted = _together(ranks, lambda: reference.run(joined), alone)
-
-        def run() -> float | None:
-            try:
-                return state.run(model, batch)
-            except Exception as error:
-                if not isinstance(error, RankError):  # it is raised with the others, who may wait in the step
-                    warnings.warn(f"verify_step: {type(error).__name__} in the step: {error}", stacklevel=3)
-                raise
-
         state.rewind()
-        loss = _together(ranks, run)
+        loss = _together(ranks, lambda: state.run(model, batch))
         found = take_gradients(reference.sources | state.parameters_outside())
         state.rewind()
         return _Proof(reference, batches, ranks, found, wanted).report(loss, loss_alone)
@@ -150,7 +140,8 @@ class _Batches:
             device = iter(devices)
             arrived = map_tensors(lambda tensor: tensor.to(next(device)), arrived)  # noqa: B023
             self.by_rank.append(arrived if self.is_window else [arrived])
-        self.rows = [sum(map(_count_rows, parts)) for parts in self.by_rank]
+        tensors = [[[t for t in tensors_in(part) if t.ndim] for part in parts] for parts in self.by_rank]
+        self.rows = [sum(len(found[0]) if found else 0 for found in parts) for parts in tensors]
         self.parts = [part for parts in self.by_rank for part in parts]
         self.join = join
 
@@ -170,10 +161,6 @@ class _Batches:
         return {unit: parts for unit, parts in units.items() if len(parts) > 1}
 
 
-def _count_rows(batch: Any) -> int:
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
-
-
 class _Gap(NamedTuple):
     """The gradient g of a parameter in the step next to r of one process."""
 
@@ -189,12 +176,7 @@ class _Proof:
     """The gradients of both runs, and what further runs tell about their differences."""
 
     def __init__(
-        self,
-        reference: Reference,
-        batches: _Batches,
-        ranks: ProcessGroup | None,
-        found: Gradients,
-        wanted: Gradients,
+        self, reference: Reference, batches: _Batches, ranks: ProcessGroup | None, found: Gradients, wanted: Gradients
     ) -> None:
         self.state, self.reference, self.batches, self.ranks = reference.state, reference, batches, ranks
         self.found, self.wanted = {name: found.get(name) for name in wanted}, wanted
