@@ -68,7 +68,7 @@ class State:
         kinds = Optimizer, torch.amp.GradScaler, LRScheduler
         for found in (owner for owner in gc.get_objects() if issubclass(type(owner), kinds)):
             for attributes in found.param_groups if isinstance(found, Optimizer) else [vars(found)]:
-                self._keep_data(attributes, attributes)
+                self._keep_data(attributes, attributes.keys() - {"params"})
         self.keep(model)
         for module in (*losses, *_modules_named_in(step)):
             self._watch(module)

@@ -180,7 +180,8 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
         return Net(nn.BatchNorm1d(8))
 
     model = wrap(build(), kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = torch.optim.Adam([{"params": model.parameters()}, {"params": frozen}], lr=0.1)
     batch = make_batch(rank)
     for _ in range(2):  # the optimizer and the queue have a state, and the parameters a gradient
         with_queue(model, batch)
@@ -213,6 +214,7 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
         after = snapshot(model, optimizer) | {"schedule": str(schedule.state_dict())}
         assert [name for name in before if after[name] != before[name]] == []
     with_queue(model, batch)  # the wrapper works as before
+    assert optimizer.param_groups[1]["params"][0] is frozen
 
 
 @on_ranks(2)
