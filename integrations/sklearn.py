@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import minimize  # type: ignore[import-untyped]
-from sklearn import __version__ as version  # type: ignore[import-untyped]
-from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
-from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
-from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
-from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve  # type: ignore[import-untyped]
-from sklearn.model_selection import StratifiedGroupKFold, train_test_split  # type: ignore[import-untyped]
-from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
-from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
-from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 
-from ..errors import Words, check_choice, check_share, expected
+from ..errors import Words, check_choice, check_share, expected, warn
 from ..losses import SmoothAPLoss
 
 try:
+    from scipy.optimize import minimize  # type: ignore[import-untyped]
+
+    from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
+    from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
+    from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve  # type: ignore[import-untyped]
+    from sklearn.model_selection import StratifiedGroupKFold, train_test_split  # type: ignore[import-untyped]
+    from sklearn.utils import check_array, check_consistent_length  # type: ignore[import-untyped]
+    from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
+    from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
     from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 except ImportError as error:
-    got, fix = Words(version), "Run `pip install -U scikit-learn`, or install fullrank with its extra `scikit-learn`."
+    got = Words(getattr(sys.modules.get("sklearn"), "__version__", "none"))
+    fix = "Run `pip install -U scikit-learn`, or install fullrank with its extra `scikit-learn`."
     raise ImportError(expected("fullrank.integrations.sklearn", "scikit-learn >= 1.6", got, fix)) from error
 
 CS = tuple(10.0**power for power in range(-4, 5))
@@ -55,6 +57,14 @@ def _column(values: Any, X: Any, dtype: Any = None) -> np.ndarray:
         raise ValueError(f"{name}: expected shape (N,), got {column.shape}")
     check_consistent_length(X, column)
     return column
+
+
+def _weights(X: Any, sample_weight: Any = None) -> np.ndarray:
+    """Return the weights of the rows (N,), all 1 without ``sample_weight``."""
+    weights = np.ones(X.shape[0]) if sample_weight is None else _column(sample_weight, X, dtype=np.float64)
+    if (weights < 0).any():
+        raise ValueError(expected("sample_weight", "numbers >= 0", float(weights.min())))
+    return weights
 
 
 def _recall(targets: np.ndarray, scores: np.ndarray, weights: np.ndarray, budget: float) -> float:
@@ -91,6 +101,9 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             false-positive rate of ``budget``. All three train on average precision: on 31 sets no loss was better by
             the other two.
         budget: in (0, 1), for ``"recall"`` and ``"partial_auc"``.
+        pos_label: the class that is to come first, the positive one. By default it is 1 or True where the classes are
+            0 and 1, -1 and 1, or bool, and otherwise the one of fewer rows. A warning says when it has more than half
+            of the weight.
         Cs: inverse strengths of L2 to try.
         class_weight: None, ``"balanced"`` or a weight for each class, which multiply ``sample_weight``. The default,
             ``"auto"``, has equal weights, and tries balanced ones for the regression alone.
@@ -100,8 +113,9 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         verbose: 1 prints the start and the result, 2 each iteration too.
 
     Attributes:
-        classes_: (2,); the second in sorted order is the positive one.
-        coef_, intercept_: (1, F) and (1,), of the log-odds that ``decision_function`` returns.
+        classes_: (2,), sorted.
+        pos_label_: the positive class.
+        coef_, intercept_: (1, F) and (1,), of the log-odds of the second class, which ``decision_function`` returns.
         best_iter_: the iteration whose weights are kept, 0 for those of the regression.
         n_iter_: the number of iterations whose weights were compared, the regression included.
         validation_scores_: (n_iter_,) the metric of each on the held-out rows.
@@ -120,6 +134,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         *,
         objective: str = "average_precision",
         budget: float = 0.05,
+        pos_label: Any = None,
         Cs: Sequence[float] = CS,
         class_weight: str | Mapping[Any, float] | None = "auto",
         max_iter: int = 60,
@@ -129,6 +144,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
     ) -> None:
         self.objective = objective
         self.budget = budget
+        self.pos_label = pos_label
         self.Cs = Cs
         self.class_weight = class_weight
         self.max_iter = max_iter
@@ -164,8 +180,8 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         """
         if self.max_iter < 0:
             raise ValueError(expected("max_iter", "an int >= 0", self.max_iter))
-        if not np.size(self.Cs):
-            raise ValueError(expected("Cs", "at least one number > 0", self.Cs))
+        if np.ndim(self.Cs) != 1 or not len(self.Cs):
+            raise ValueError(expected("Cs", "a sequence of numbers > 0, such as (0.1, 1.0)", self.Cs))
         check_share("budget", self.budget)
         metric = OBJECTIVES[check_choice("objective", self.objective, tuple(OBJECTIVES))]
         if groups is not None and validation is not None:
@@ -176,16 +192,19 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         self.classes_ = np.unique(y)
         if len(self.classes_) == 1:
             raise ValueError("y has 1 class; average precision needs rows of two")
-        training, kept = self._rows(X, y, sample_weight)
+        row_weights = _weights(X, sample_weight)
+        self.pos_label_ = self._positive(y, row_weights)
+        self._sign = 1 if self.pos_label_ == self.classes_[1] else -1  # scikit-learn's scores are of the second class
+        training, kept = self._rows(X, y, row_weights)
         if validation is None:
             training, held_out = self._split(training, None if groups is None else _column(groups, X)[kept])
         else:
             X, y, *rest = validation
             X, y = validate_data(self, X, y, reset=False, accept_sparse="csr", dtype=np.float64)
-            held_out, _ = self._rows(X, y, *rest)
+            held_out, _ = self._rows(X, y, _weights(X, *rest))
         if not _is_auto(self.class_weight):
-            labels = self.classes_[training.targets]
-            per_class = compute_class_weight(self.class_weight, classes=self.classes_, y=labels)
+            classes = self.classes_[:: self._sign]  # the positive one last
+            per_class = compute_class_weight(self.class_weight, classes=classes, y=classes[training.targets])
             training, held_out = (
                 part._replace(weights=part.weights * per_class[part.targets]) for part in (training, held_out)
             )
@@ -203,18 +222,30 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         platt = LogisticRegression(C=1e6)
         platt.fit((held_out.X @ weights)[:, None], held_out.targets, held_out.weights)
         slope = max(platt.coef_[0, 0], 1e-6)  # a negative slope would reverse the order
-        self.coef_, self.intercept_ = slope * weights[None], platt.intercept_
+        self.coef_, self.intercept_ = self._sign * slope * weights[None], self._sign * platt.intercept_
         return self
 
-    def _rows(self, X: Any, y: np.ndarray, sample_weight: Any = None) -> tuple[_Rows, np.ndarray]:
+    def _positive(self, y: np.ndarray, weights: np.ndarray) -> Any:
+        """Return the class that is to come first; warn if it has more than half of the weight."""
+        classes, second, kept = self.classes_.tolist(), y == self.classes_[1], weights > 0
+        if self.pos_label is None:
+            # By rows, because weights may be those that balance the classes. [False, True] == [0, 1]
+            place = int(classes in ([0, 1], [-1, 1]) or np.sum(second & kept) <= np.sum(kept) / 2)
+        else:
+            place = classes.index(check_choice("pos_label", self.pos_label, tuple(classes)))
+        mass, total = weights[second == place].sum(), weights.sum()
+        if mass > (0.5 + 1e-6) * total:  # balanced weights are equal up to rounding
+            text = f"the positive class {classes[place]!r} has {mass / total:.0%} of the weight"
+            fix = f"Average precision is for a rare class: pass pos_label={classes[1 - place]!r}, or other weights."
+            warn(f"AveragePrecisionClassifier: {text}. {fix}")
+        return classes[place]
+
+    def _rows(self, X: Any, y: np.ndarray, weights: np.ndarray) -> tuple[_Rows, np.ndarray]:
         """Return the rows of positive weight, of both classes, and which they are."""
         if len(unknown := np.setdiff1d(y, self.classes_)):
-            raise ValueError(expected("y of validation", f"the classes {self.classes_.tolist()}", unknown.tolist()))
-        weights = np.ones(len(y)) if sample_weight is None else _column(sample_weight, X, dtype=np.float64)
-        if (weights < 0).any():
-            raise ValueError(expected("sample_weight", "numbers >= 0", float(weights.min())))
+            raise ValueError(expected("y", f"the classes {self.classes_.tolist()}", unknown.tolist()))
         kept = weights > 0
-        targets = (y == self.classes_[1]).astype(np.int64)
+        targets = (y == self.pos_label_).astype(np.int64)
         if len(np.unique(targets[kept])) < 2:
             where = "" if kept.all() else " of which sample_weight is not zero"
             raise ValueError(f"the rows{where} have 1 class; average precision needs rows of two")
@@ -222,6 +253,12 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
 
     def _split(self, rows: _Rows, groups: np.ndarray | None) -> tuple[_Rows, _Rows]:
         """Return the rows to train on and the held-out ones."""
+        smallest, of = np.bincount(rows.targets).min(), "" if groups is None else " in too few groups"
+        got = Words(f"{smallest} of the rarer class{of}")
+        fix = "Pass validation=(X, y), or another validation_fraction."
+        too_few = ValueError(expected("rows", "both classes on either side of the split", got, fix))
+        if smallest < 2:
+            raise too_few
         if groups is None:
             index = train_test_split(
                 np.arange(len(rows.targets)),
@@ -235,7 +272,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             index = next(splitter.split(rows.targets, rows.targets, groups))
         training, held_out = map(rows.take, index)
         if min(len(np.unique(part.targets)) for part in (training, held_out)) < 2:
-            raise ValueError("groups: the rows of one class are in too few groups to hold some of them out")
+            raise too_few
         return training, held_out
 
     def _start(self, rows: _Rows, score: Callable[[np.ndarray], float]) -> tuple[list[np.ndarray], float]:
@@ -282,7 +319,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             print(f"[AveragePrecisionClassifier] {text}", flush=True)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return the log-odds of the positive class (N,)."""
+        """Return the log-odds of the second of ``classes_`` (N,)."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         scores: np.ndarray = X @ self.coef_[0] + self.intercept_[0]
@@ -290,11 +327,19 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probabilities of the classes (N, 2)."""
-        positive = 0.5 + 0.5 * np.tanh(self.decision_function(X) / 2)
-        return np.stack([1 - positive, positive], axis=1)
+        second = 0.5 + 0.5 * np.tanh(self.decision_function(X) / 2)
+        return np.stack([1 - second, second], axis=1)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the more probable class of each row (N,); when positives are rare, set a threshold instead."""
-        positive = self.decision_function(X) > 0
-        chosen: np.ndarray = self.classes_[positive.astype(int)]
+        is_second = self.decision_function(X) > 0
+        chosen: np.ndarray = self.classes_[is_second.astype(int)]
         return chosen
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the metric ``objective`` of rows (N, F) and their classes (N,), of which there must be both."""
+        check_is_fitted(self)
+        X, y = validate_data(self, X, y, reset=False, accept_sparse="csr", dtype=np.float64)
+        rows, _ = self._rows(X, y, _weights(X, sample_weight))
+        scores = self._sign * (rows.X @ self.coef_[0])
+        return float(OBJECTIVES[self.objective](rows.targets, scores, rows.weights, self.budget))

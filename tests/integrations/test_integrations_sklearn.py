@@ -1,6 +1,9 @@
 """The classifier of scikit-learn: its interface, what it optimises, and that it is one of the candidates it chooses."""
 
 import importlib
+import pickle
+import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,19 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import optimize, sparse
+from sklearn.base import clone
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import validation
-from sklearn.utils.class_weight import compute_class_weight
+from sklearn.utils.class_weight import compute_class_weight, compute_sample_weight
 from sklearn.utils.estimator_checks import check_estimator
 
 from fullrank.integrations import sklearn
 from fullrank.integrations.sklearn import AveragePrecisionClassifier
 
 Rows = tuple[np.ndarray, np.ndarray]
+NAME = "averageprecisionclassifier"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,15 @@ def test_an_older_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.reload(sklearn)
 
 
+def test_a_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"expected scikit-learn >= 1\.6, got none\. Run `pip install"):
+        importlib.reload(sklearn)
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. the positive class")
 def test_scikit_learn_accepts_it() -> None:
     # A row of weight 2 is held out as one row, so that ten rows written out are split otherwise.
     names = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
@@ -106,6 +120,62 @@ def test_it_works_in_a_pipeline_and_in_a_search(rows: Rows) -> None:
     assert search.best_params_ == {"averageprecisionclassifier__max_iter": 20}
 
 
+def test_names_of_classes_a_table_with_gaps_a_search_and_a_pickle(rows: Rows) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(rows[0] * 100, columns=list("abcd"))
+    table = table.mask(np.random.default_rng(0).random(table.shape) < 0.02)
+    classes = pandas.Series(np.where(rows[1] == "yes", "fraud", "ok"))  # the rarer class is the first in sorted order
+    model = AveragePrecisionClassifier(Cs=(1.0,), random_state=0)
+    search = GridSearchCV(make_pipeline(SimpleImputer(), StandardScaler(), model), {f"{NAME}__max_iter": [0, 20]}, cv=3)
+    search.fit(table[:3000], classes[:3000])
+    test, positive = table[3000:], classes[3000:] == "fraud"
+    search = pickle.loads(pickle.dumps(search))
+    best = search.best_estimator_.named_steps[NAME]
+    assert (best.pos_label_, best.classes_.tolist(), best.max_iter) == ("fraud", ["fraud", "ok"], 20)
+    probabilities = search.predict_proba(test)[:, 0]
+    average_precision = average_precision_score(positive, probabilities)
+    assert search.score(test, classes[3000:]) == pytest.approx(average_precision)
+    # The same rows as numbers, of which the greater one is positive: the same model with the other sign.
+    numbers = clone(search.best_estimator_).fit(table[:3000], classes[:3000] == "fraud")
+    np.testing.assert_allclose(numbers.decision_function(test), -search.decision_function(test), rtol=1e-9)
+    # Trained on the frequent class it is not the same, so the comparison can fail.
+    other = clone(search.best_estimator_).set_params(**{f"{NAME}__pos_label": "ok"})
+    with pytest.warns(UserWarning, match="the positive class 'ok' has 95% of the weight.* pass pos_label='fraud'"):
+        other.fit(table[:3000], classes[:3000])
+    assert average_precision_score(positive, other.predict_proba(test)[:, 0]) < average_precision - 0.01
+
+
+# Classes, the others and the rarer tenth of the rows, and which is the positive one; the frequent one warns.
+POSITIVE: list[tuple[tuple[Any, Any], Any]] = [
+    ((0, 1), 1),
+    ((1, 0), 1),
+    ((1, -1), 1),
+    ((True, False), True),
+    ((1, 2), 2),
+    ((2, 1), 1),
+    (("0", "1"), "1"),
+    (("1", "0"), "0"),
+]
+
+
+@pytest.mark.parametrize(("classes", "positive"), POSITIVE)
+def test_the_positive_class(rows: Rows, classes: tuple[Any, Any], positive: Any) -> None:
+    features, y = rows[0][:500], np.array(classes)[(np.arange(500) % 10 == 0).astype(int)]
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        model = AveragePrecisionClassifier(Cs=(1.0,), max_iter=0, random_state=0).fit(features, y)
+    assert (model.pos_label_, type(model.pos_label_)) == (positive, type(positive))
+    assert len(given) == (positive == classes[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # balanced weights are equal up to rounding
+        assert model.fit(features, y, compute_sample_weight("balanced", y)).pos_label_ == positive
+
+
+def test_equal_classes_have_the_second_as_positive(rows: Rows) -> None:
+    y = np.array(["a", "b"])[np.arange(500) % 2]
+    assert AveragePrecisionClassifier(Cs=(1.0,), max_iter=0).fit(rows[0][:500], y).pos_label_ == "b"
+
+
 @pytest.mark.parametrize("kept", [0, 1])
 def test_weights_are_rows_written_out(rows: Rows, kept: int) -> None:
     features, classes = rows[0][:600], rows[1][:600]
@@ -160,6 +230,11 @@ def test_the_objective_chooses(rows: Rows, objective: str) -> None:
         expected = roc_auc_score(positive, scores, max_fpr=0.03)
     assert model.validation_scores_[model.best_iter_] == model.validation_scores_.max() == pytest.approx(expected)
     assert model.best_iter_ > 0
+    assert model.score(features[held_out], classes[held_out]) == pytest.approx(expected)
+    weights = 1.0 + np.arange(6000) % 3
+    written = np.repeat(features[held_out], weights.astype(int), axis=0), np.repeat(positive, weights.astype(int))
+    weighted = model.score(features[held_out], classes[held_out], weights)
+    assert weighted == pytest.approx(model.score(written[0], np.where(written[1], "yes", "no"))) != expected
 
 
 def test_recall_of_equal_scores_is_the_budget() -> None:
@@ -169,11 +244,13 @@ def test_recall_of_equal_scores_is_the_budget() -> None:
     assert sklearn.OBJECTIVES["recall"](targets, np.arange(4.0), weights, 0.4) == pytest.approx(4 / 6)
 
 
+@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. the positive class")
 @pytest.mark.parametrize("class_weight", ["balanced", {"no": 1, "yes": 20}])
-def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any) -> None:
+@pytest.mark.parametrize("pos_label", ["no", "yes"])
+def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any, pos_label: str) -> None:
     features, classes = rows[0][:2000], rows[1][:2000]
     validation, weights = (rows[0][2000:5000], rows[1][2000:5000]), np.random.default_rng(0).random(2000)
-    make = partial(AveragePrecisionClassifier, Cs=(0.01,), max_iter=5)
+    make = partial(AveragePrecisionClassifier, Cs=(0.01,), max_iter=5, pos_label=pos_label)
     model = make(class_weight=class_weight).fit(features, classes, weights, validation=validation)
     of_class = compute_class_weight(class_weight, classes=np.array(["no", "yes"]), y=classes)
     all_weights = [of_class[(labels == "yes").astype(int)] for labels in (classes, validation[1])]
@@ -211,7 +288,8 @@ def test_verbose_prints_the_start_each_iteration_and_the_result(rows: Rows, caps
 
 # Of the estimator, and of `fit`.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"Cs": none}, "^Cs: expected .* got ") for none in ((), np.zeros(0))),
+    *(({"Cs": wrong}, "^Cs: expected .* got ") for wrong in ((), np.zeros(0), 0.01)),
+    ({"pos_label": "maybe"}, "pos_label: expected one of 'no', 'yes', got 'maybe'"),
     ({"max_iter": -1}, "^max_iter: expected .* got "),
     ({"objective": "auc"}, "^objective: expected .* got "),
     *(({"budget": budget}, f"^budget: expected .*between 0 and 1, got {budget}\\.$") for budget in (0, 1, 101, 1.0)),
@@ -220,9 +298,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sample_weight": -np.ones(200)}, "sample_weight: expected numbers >= 0, got -1"),
     ({"sample_weight": np.ones((200, 1))}, r"sample_weight: expected shape \(N,\), got \(200, 1\)"),
     ({"groups": np.zeros(199)}, "inconsistent numbers of samples"),
-    ({"groups": np.zeros(200)}, "groups: "),
+    ({"groups": np.zeros(200)}, "groups"),
     ({"groups": np.arange(200), "validation": (np.zeros((2, 4)), ["no", "yes"])}, "Pass one of them"),
-    ({"validation": (np.zeros((2, 4)), ["no", "maybe"])}, r"y of validation: expected .* got \['maybe'\]"),
+    ({"validation": (np.zeros((2, 4)), ["no", "maybe"])}, r"y: expected .* got \['maybe'\]"),
     ({"validation": (np.zeros((2, 3)), ["no", "yes"])}, "3 features"),
     ({"validation": (np.zeros((2, 4)), ["no", "no"])}, "1 class"),
 ]
@@ -234,3 +312,9 @@ def test_what_does_not_fit_is_refused(rows: Rows, arguments: dict[str, Any], mes
     of_rows = {name: value for name, value in arguments.items() if name not in own}
     with pytest.raises(ValueError, match=message):
         AveragePrecisionClassifier(**own).fit(rows[0][:200], rows[1][:200], **of_rows)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_too_few_positives_to_hold_some_out_are_refused(rows: Rows, number: int) -> None:
+    with pytest.raises(ValueError, match=rf"rows: expected both .* got {number} of the rarer class\. Pass validation="):
+        AveragePrecisionClassifier(random_state=0).fit(rows[0][:200], np.arange(200) < number)
