@@ -1,5 +1,6 @@
 """Ranking losses that see the full batch: exact under data parallelism."""
 
+from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
@@ -44,7 +45,10 @@ def __getattr__(name: str) -> ModuleType:
     """Import a subpackage at its first use: torchmetrics is slow to import, and training does not need it."""
     if name in ("data", "integrations", "large", "metrics"):
         return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    names = {public.lower(): public for public in __all__}
+    close = [f". Did you mean {names[lower]!r}?" for lower in get_close_matches(name.lower(), names, n=1, cutoff=0.7)]
+    text = f"module {__name__!r} has no attribute {name!r}{''.join(close)}"
+    raise AttributeError(text, name=name, obj=None)  # of the module Python would add a suggestion of its own
 
 
 def __dir__() -> list[str]:

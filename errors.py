@@ -173,7 +173,10 @@ def check_tensor(name: str, value: object, what: str = "a tensor") -> None:
     if isinstance(value, tuple):  # such as what gather_rows returns
         raise TypeError(expected(name, what, Words(f"a tuple of length {len(value)}"), f"Index it: {name}[0]."))
     if not isinstance(value, Tensor):
-        raise TypeError(expected(name, what, value, f"Use torch.as_tensor({name})."))
+        entries = getattr(value, "tolist", lambda: value)()  # of an array, or of a column of a table
+        is_text = isinstance(entries, list) and any(isinstance(entry, str) for entry in entries)
+        numbers = f"numpy.unique({name}, return_inverse=True)[1]" if is_text else name
+        raise TypeError(expected(name, what, value, f"Use torch.as_tensor({numbers})."))
     if value.is_nested:  # its shape may not exist, so that the message cannot quote it
         fix = f"Pass its rows, torch.cat({name}.unbind()), and one row of the other tensors for each."
         raise TypeError(expected(name, "a dense tensor", Words("a nested one"), fix))

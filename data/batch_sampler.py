@@ -162,7 +162,7 @@ def checked_classes(name: str, targets: Any) -> Tensor:
     try:
         classes = torch.as_tensor(targets).detach().cpu()
     except (TypeError, ValueError, RuntimeError):  # such as of strings
-        fix = f"Number the classes, such as by numpy.unique({name}, return_inverse=True)[1]."
+        fix = f"Number them: numpy.unique({name}, return_inverse=True)[1]. Of a Dataset: [target for _, target in it]."
         raise ValueError(expected(name, "integers of shape (N,)", targets, fix)) from None
     if classes.numel() == 0:
         fix = "Pass those of the whole data set."
@@ -172,7 +172,7 @@ def checked_classes(name: str, targets: Any) -> Tensor:
     if classes.is_floating_point() and bool((classes.isfinite() & (classes == classes.round())).all()):
         classes = classes.long()
     if classes.ndim != 1 or classes.is_floating_point() or classes.is_complex():
-        fix = f"Use one class index per row, such as {name}.long(). With several labels per row, pass one of them."
+        fix = f"Pass one class per row, such as {name}.argmax(1) of one-hot rows, {name}.long(), or one of its labels."
         raise ValueError(expected(name, "integers of shape (N,)", classes, fix))
     return classes
 

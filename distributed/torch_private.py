@@ -92,6 +92,11 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
             return disabled(*args, **kwargs)
         except RankError as error:
             raise error.with_traceback(None) from error.__cause__
+        except TypeError as error:  # of a wrong call: name the class of the object, not the base that has the method
+            owner, _, method = function.__qualname__.rpartition(".")
+            if owner and str(error).startswith(f"{owner}.{method}() "):
+                error.args = (str(error).replace(owner, type(args[0]).__name__, 1),)
+            raise
 
     def disable() -> Callable[P, T]:
         return torch.compiler.disable(function, reason=reason)

@@ -46,6 +46,8 @@ class Monitor:
 
     def __init__(self, module: nn.Module) -> None:
         self._losses = [(name, loss) for name, loss in module.named_modules() if isinstance(loss, CurrentTemperature)]
+        if not self._losses:
+            warn("LossMonitor: no loss in the module has a temperature, so that nothing is logged.")
 
     def start(self) -> None:
         """Start counting calls from 0."""

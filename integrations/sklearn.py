@@ -49,9 +49,8 @@ def _is_auto(class_weight: Any) -> bool:
     return isinstance(class_weight, str) and class_weight == "auto"
 
 
-def _column(values: Any, X: Any, dtype: Any = None) -> np.ndarray:
+def _column(name: str, values: Any, X: Any, dtype: Any = None) -> np.ndarray:
     """Return one value a row as an array (N,)."""
-    name = "groups" if dtype is None else "sample_weight"
     column: np.ndarray = check_array(values, ensure_2d=False, dtype=dtype, input_name=name)
     if column.ndim != 1:
         raise ValueError(f"{name}: expected shape (N,), got {column.shape}")
@@ -61,7 +60,7 @@ def _column(values: Any, X: Any, dtype: Any = None) -> np.ndarray:
 
 def _weights(X: Any, sample_weight: Any = None) -> np.ndarray:
     """Return the weights of the rows (N,), all 1 without ``sample_weight``."""
-    weights = np.ones(X.shape[0]) if sample_weight is None else _column(sample_weight, X, dtype=np.float64)
+    weights = np.ones(X.shape[0]) if sample_weight is None else _column("sample_weight", sample_weight, X, np.float64)
     if (weights < 0).any():
         raise ValueError(expected("sample_weight", "numbers >= 0", float(weights.min())))
     return weights
@@ -101,9 +100,8 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             false-positive rate of ``budget``. All three train on average precision: on 31 sets no loss was better by
             the other two.
         budget: in (0, 1), for ``"recall"`` and ``"partial_auc"``.
-        pos_label: the class that is to come first, the positive one. By default it is 1 or True where the classes are
-            0 and 1, -1 and 1, or bool, and otherwise the one of fewer rows. A warning says when it has more than half
-            of the weight.
+        pos_label: the positive class. None: 1 or True of classes 0 and 1, -1 and 1 or bool, else the class of fewer
+            rows. A warning says when it has more than half of the weight.
         Cs: inverse strengths of L2 to try.
         class_weight: None, ``"balanced"`` or a weight for each class, which multiply ``sample_weight``. The default,
             ``"auto"``, has equal weights, and tries balanced ones for the regression alone.
@@ -197,7 +195,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         self._sign = 1 if self.pos_label_ == self.classes_[1] else -1  # scikit-learn's scores are of the second class
         training, kept = self._rows(X, y, row_weights)
         if validation is None:
-            training, held_out = self._split(training, None if groups is None else _column(groups, X)[kept])
+            training, held_out = self._split(training, None if groups is None else _column("groups", groups, X)[kept])
         else:
             X, y, *rest = validation
             X, y = validate_data(self, X, y, reset=False, accept_sparse="csr", dtype=np.float64)
@@ -233,11 +231,10 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             place = int(classes in ([0, 1], [-1, 1]) or np.sum(second & kept) <= np.sum(kept) / 2)
         else:
             place = classes.index(check_choice("pos_label", self.pos_label, tuple(classes)))
-        mass, total = weights[second == place].sum(), weights.sum()
-        if mass > (0.5 + 1e-6) * total:  # balanced weights are equal up to rounding
-            text = f"the positive class {classes[place]!r} has {mass / total:.0%} of the weight"
+        share = weights[second == place].sum() / (weights.sum() or 1.0)
+        if share > 0.5 + 1e-6:  # balanced weights are equal up to rounding
             fix = f"Average precision is for a rare class: pass pos_label={classes[1 - place]!r}, or other weights."
-            warn(f"AveragePrecisionClassifier: {text}. {fix}")
+            warn(f"AveragePrecisionClassifier: positive class {classes[place]!r} has {share:.0%} of the weight. {fix}")
         return classes[place]
 
     def _rows(self, X: Any, y: np.ndarray, weights: np.ndarray) -> tuple[_Rows, np.ndarray]:
@@ -253,10 +250,9 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
 
     def _split(self, rows: _Rows, groups: np.ndarray | None) -> tuple[_Rows, _Rows]:
         """Return the rows to train on and the held-out ones."""
-        smallest, of = np.bincount(rows.targets).min(), "" if groups is None else " in too few groups"
-        got = Words(f"{smallest} of the rarer class{of}")
-        fix = "Pass validation=(X, y), or another validation_fraction."
-        too_few = ValueError(expected("rows", "both classes on either side of the split", got, fix))
+        name, smallest = "rows" if groups is None else "groups", np.bincount(rows.targets).min()
+        got, fix = Words(f"{smallest} of the rarer class"), "Pass validation=(X, y), or another validation_fraction."
+        too_few = ValueError(expected(name, "rows of both classes on either side of the split", got, fix))
         if smallest < 2:
             raise too_few
         if groups is None:

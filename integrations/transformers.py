@@ -15,6 +15,7 @@ from ..accumulation import pooled_backward
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
+from ..losses.base import CurrentTemperature
 from ..preflight import StepReport, verify_step
 from .monitor import Monitor, find_schedules
 
@@ -200,7 +201,7 @@ class PooledLossMixin:
 
     The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
     a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on
-    resume, and a :class:`LossMonitor` logs its temperature and its positives.
+    resume, and a :class:`LossMonitor` logs its temperature and its positives, if it has any.
 
     Args:
         pooled_loss: called as ``pooled_loss(logits, labels)``, or as ``pooled_loss(*logits.unbind(1))`` if the batches
@@ -234,7 +235,8 @@ class PooledLossMixin:
         if isinstance(pooled_loss, nn.Module):
             self._pooled_state, trainer = LossState(pooled_loss), cast(Any, self)
             trainer.add_callback(self._pooled_state)
-            trainer.callback_handler.callbacks.insert(0, LossMonitor(pooled_loss))  # before those that write logs
+            if any(isinstance(loss, CurrentTemperature) for loss in pooled_loss.modules()):
+                trainer.callback_handler.callbacks.insert(0, LossMonitor(pooled_loss))  # before those that write logs
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; the state of the loss comes from the same checkpoint."""

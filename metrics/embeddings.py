@@ -129,6 +129,8 @@ class EmbeddingMetric(GatheredMetric):
         sums = exact(self._sums)(rows, labels, queries, keys)
         agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: Offer(None, totals=sums.tolist()))
         total = sums.new_tensor(agreed.totals).sum(dim=0)[: len(sums)]
+        if len(rows) and total[-1] == 0:
+            warn(f"{type(self).__name__}: no query has another row of its label, so that the mean over them is NaN.")
         values = total[:-1] / total[-1]
         return self._result(values if bool(rows.isfinite().all()) else values * math.nan)
 

@@ -518,12 +518,11 @@ ROWS = (
         forms={
             "": {},
             "weights": {"weight": WEIGHT, "label_smoothing": 0.1},
-            "balanced": {"weight": "balanced", "label_smoothing": 0.1},
+            "balanced": {"class_weight": "balanced", "label_smoothing": 0.1},
         },
         own={
-            "weight": Argument(
-                WEIGHT.flip(0), [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0], "equal"], [WEIGHT.tolist(), 0.5]
-            ),
+            "class_weight": Argument(lambda: None, ["equal", 0.5]),
+            "weight": Argument(WEIGHT.flip(0), [*BAD_WEIGHTS, WEIGHT[:, None], WEIGHT[0]], [WEIGHT.tolist(), 0.5]),
             "label_smoothing": SHARE,
             "reduction": Argument(bad=["mean_weighted"]),
         },

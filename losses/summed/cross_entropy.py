@@ -42,16 +42,8 @@ class TorchLikeLoss(SummedLoss):
 
     _checks = SummedLoss._checks | {"reduction": partial(check_choice, choices=REDUCTIONS)}
 
-    def _balance(self, name: str, value: str) -> None:
-        """Set the argument ``name``, and let the weights of the classes follow from their counts."""
-        check_choice(name, value, ("balanced",))
-        if self.reduction != "mean":
-            fix = "The weights, and with them the divisor of a sum, change from call to call."
-            raise ValueError(expected("reduction", "'mean' with balanced weights", self.reduction, fix))
-        setattr(self, name, value)
-        self._is_balanced = True
-
-    def _register_weights(self, **weights: Tensor | None) -> None:
+    def _set_weights(self, class_weight: str | None, **weights: Tensor | None) -> None:
+        """Register the weights as buffers, or let them follow from the counts of the classes in a call."""
         for name, weight in weights.items():
             if isinstance(weight, str):
                 fix = "For classes of equal weight use class_weight='balanced'."
@@ -62,6 +54,17 @@ class TorchLikeLoss(SummedLoss):
                     raise ValueError(expected(name, "finite numbers >= 0", weight.tolist()))
             self.register_buffer(name, weight)
         self._texts: dict[str, tuple[Tensor, int, Words]] = {}  # of a weight: the tensor, its version, the text
+        self.class_weight = class_weight
+        if class_weight is None:
+            return
+        check_choice("class_weight", class_weight, ("balanced",))
+        if any(weight is not None for weight in weights.values()):
+            fix = "Pass weights of the rows as sample_weight."
+            raise ValueError(expected("class_weight", f"None next to {' or '.join(weights)}", class_weight, fix))
+        if self.reduction != "mean":
+            fix = "The weights, and with them the divisor of a sum, change from call to call."
+            raise ValueError(expected("reduction", "'mean' with balanced weights", self.reduction, fix))
+        self._is_balanced = True
 
     def _arguments(self) -> dict[str, object]:
         arguments = super()._arguments().items()
@@ -94,14 +97,15 @@ class CrossEntropyLoss(TorchLikeLoss):
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
-            ``"balanced"``: those of scikit-learn for the elements of this call, of all ranks, so that each class
-            that is present weighs the same. With probabilities a class has the sum of its column. For small batches
-            pass the weights of the training set instead.
+            ``"balanced"`` is ``class_weight="balanced"``.
         ignore_index: elements with this target are not valid: no loss, no gradient, not counted. With
             probabilities it must be negative, as in torch.
         reduction: ``"mean"`` divides by the sum of the weights of the target classes over all ranks, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
         label_smoothing: in [0, 1], the share of the uniform distribution in the targets.
+        class_weight: ``"balanced"``: the weights of scikit-learn for the elements of this call, of all ranks, so that
+            each class that is present weighs the same. With probabilities a class has the sum of its column. Not next
+            to ``weight``. For small batches pass the weights of the training set as ``weight`` instead.
 
     Shape:
         inputs (N, C, *) with C >= 2; targets (N, *) or (N, *, 1) class indices, or (N, C, *) probabilities as floats;
@@ -118,8 +122,8 @@ class CrossEntropyLoss(TorchLikeLoss):
         tensor(1.3863)
     """
 
-    weight: Tensor | str | None
-    _shown = "weight", "ignore_index", "reduction", "label_smoothing"
+    weight: Tensor | None
+    _shown = "weight", "ignore_index", "reduction", "label_smoothing", "class_weight"
 
     def __init__(
         self,
@@ -128,6 +132,7 @@ class CrossEntropyLoss(TorchLikeLoss):
         reduction: TorchReduction = "mean",
         label_smoothing: float = 0.0,
         *,
+        class_weight: Literal["balanced"] | None = None,
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
@@ -135,9 +140,8 @@ class CrossEntropyLoss(TorchLikeLoss):
         self.ignore_index = check_int("ignore_index", ignore_index)
         self.label_smoothing = check_between("label_smoothing", label_smoothing, 0, 1)
         if isinstance(weight, str):
-            self._balance("weight", weight)
-            return
-        self._register_weights(weight=weight)
+            class_weight, weight = weight, None
+        self._set_weights(class_weight, weight=weight)
         if weight is not None and weight.ndim != 1:
             raise ValueError(expected("weight", "shape (C,), one weight per class", weight))
 
@@ -194,7 +198,6 @@ class CrossEntropyLoss(TorchLikeLoss):
     def _weights_of(self, x: Tensor) -> Tensor | None:
         if self.weight is None:
             return None
-        assert isinstance(self.weight, Tensor)
         if self.weight.shape != x.shape[1:2]:
             raise ValueError(expected("weight", f"shape ({x.shape[1]},), one weight per class", self.weight))
         return self.weight.detach().to(x)
@@ -252,13 +255,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(reduction, gather_distributed, **options)
-        self._register_weights(weight=weight, pos_weight=pos_weight)
-        self.class_weight = class_weight
-        if class_weight is not None:
-            if weight is not None or pos_weight is not None:
-                fix = "Pass weights of the rows as sample_weight."
-                raise ValueError(expected("class_weight", "None next to weight or pos_weight", class_weight, fix))
-            self._balance("class_weight", class_weight)
+        self._set_weights(class_weight, weight=weight, pos_weight=pos_weight)
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import common_error, on_ranks
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workers import get_pool
 
 from fullrank.data import BalancedBatchSampler, MPerClassSampler
@@ -302,7 +302,8 @@ def test_ranks_that_differ_raise_when_an_epoch_starts(rank: int, name: str, mist
         (BalancedBatchSampler, ([1, 1], 4, 1), ValueError, "rows of other classes, 3 in a batch"),
         (BalancedBatchSampler, ([0.5, 1.0], 4, 1), ValueError, "integers of shape"),
         (BalancedBatchSampler, ([float("nan"), 1.0], 4, 1), ValueError, "integers of shape"),
-        (BalancedBatchSampler, (torch.zeros(3, 2, dtype=torch.int64), 4, 1), ValueError, "integers of shape"),
+        (BalancedBatchSampler, (torch.eye(3), 4, 1), ValueError, r"got .*targets\.argmax\(1\) of one-hot"),
+        (BalancedBatchSampler, (Dataset(), 4, 1), ValueError, r"Of a Dataset: \[target for"),
         (BalancedBatchSampler, ([0, 1], 4, 1.0), TypeError, "positives: expected an int"),
         (BalancedBatchSampler, ([0, 1], 4, {"1": 1}), TypeError, "class of positives: expected an int, got '1'"),
         (BalancedBatchSampler, ([0, 1], 4, {1.5: 1}), TypeError, "class of positives: expected an int, got 1.5"),

@@ -59,7 +59,7 @@ def test_a_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. the positive class")
+@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. positive class")
 def test_scikit_learn_accepts_it() -> None:
     # A row of weight 2 is held out as one row, so that ten rows written out are split otherwise.
     names = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
@@ -140,7 +140,7 @@ def test_names_of_classes_a_table_with_gaps_a_search_and_a_pickle(rows: Rows) ->
     np.testing.assert_allclose(numbers.decision_function(test), -search.decision_function(test), rtol=1e-9)
     # Trained on the frequent class it is not the same, so the comparison can fail.
     other = clone(search.best_estimator_).set_params(**{f"{NAME}__pos_label": "ok"})
-    with pytest.warns(UserWarning, match="the positive class 'ok' has 95% of the weight.* pass pos_label='fraud'"):
+    with pytest.warns(UserWarning, match="positive class 'ok' has 95% of the weight.* pass pos_label='fraud'"):
         other.fit(table[:3000], classes[:3000])
     assert average_precision_score(positive, other.predict_proba(test)[:, 0]) < average_precision - 0.01
 
@@ -244,7 +244,7 @@ def test_recall_of_equal_scores_is_the_budget() -> None:
     assert sklearn.OBJECTIVES["recall"](targets, np.arange(4.0), weights, 0.4) == pytest.approx(4 / 6)
 
 
-@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. the positive class")
+@pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. positive class")
 @pytest.mark.parametrize("class_weight", ["balanced", {"no": 1, "yes": 20}])
 @pytest.mark.parametrize("pos_label", ["no", "yes"])
 def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any, pos_label: str) -> None:
@@ -316,5 +316,5 @@ def test_what_does_not_fit_is_refused(rows: Rows, arguments: dict[str, Any], mes
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_too_few_positives_to_hold_some_out_are_refused(rows: Rows, number: int) -> None:
-    with pytest.raises(ValueError, match=rf"rows: expected both .* got {number} of the rarer class\. Pass validation="):
+    with pytest.raises(ValueError, match=rf"rows: expected .* got {number} of the rarer class\. Pass validation="):
         AveragePrecisionClassifier(random_state=0).fit(rows[0][:200], np.arange(200) < number)

@@ -436,6 +436,23 @@ def test_a_loss_is_called_with_the_columns(columns: int, shapes: list[tuple[int,
     assert [tuple(rows.shape) for rows in found] == shapes
 
 
+class BareTrainer:
+    """What the constructor of the mixin reads of a Trainer."""
+
+    def __init__(self) -> None:
+        self.args, self.callback_handler = SimpleNamespace(world_size=1), SimpleNamespace(callbacks=[])
+        self.add_callback = self.callback_handler.callbacks.append
+
+
+def test_a_loss_without_anything_to_log_has_no_monitor() -> None:
+    make = type("BareRankingTrainer", (PooledLossMixin, BareTrainer), {})
+    for loss, kinds in (
+        (fullrank.SmoothAPLoss(), [LossMonitor, LossState]),
+        (fullrank.CrossEntropyLoss(), [LossState]),
+    ):
+        assert [type(one) for one in make(pooled_loss=loss).callback_handler.callbacks] == kinds
+
+
 class DeepSpeedTrainer(PooledLossMixin):
     """What the mixin reads of a Trainer under DeepSpeed, which is no test dependency."""
 

@@ -94,7 +94,6 @@ LOSSES = [
     (fullrank.RetrievalSmoothAPLoss(0.4), 0.4),
     (fullrank.NDCGLoss(0.5), 0.5),
     (fullrank.SmoothAPLoss(), None),  # automatic, before the first call
-    (fullrank.BCEWithLogitsLoss(), None),
 ]
 
 
@@ -102,6 +101,11 @@ LOSSES = [
 def test_the_temperature_of_each_loss(loss: nn.Module, temperature: float | None) -> None:
     expected: Any = {} if temperature is None else {"temperature": pytest.approx(temperature, rel=1e-6)}
     assert Monitor(loss).values() == expected
+
+
+def test_a_monitor_without_anything_to_log_warns() -> None:
+    with pytest.warns(UserWarning, match="no loss in the module has a temperature, so that nothing is logged"):
+        assert Monitor(fullrank.BCEWithLogitsLoss()).values() == {}
 
 
 def test_a_learned_temperature_is_held_at_its_limit() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss
@@ -213,7 +214,22 @@ ADVICE: dict[str, Callable[[], object]] = {
     "^SmoothAPLoss: got an unexpected keyword argument 'nope'$": lambda: SmoothAPLoss(nope=3),
     r"quantile: .* got 5\. 5 % is 0\.05\.$": lambda: losses.RecallAtQuantileLoss(quantile=5),
     r"alpha, beta: .*\(0\.0, 5\)\. 5 % is 0\.05\.$": lambda: losses.PAUCAtBudgetLoss(beta=5),
-    r"argument 'class_weight'\. Did you mean weight=\?$": lambda: CrossEntropyLoss(class_weight="balanced"),
+    "class_weight: expected None next to weight, got 'balanced'": lambda: CrossEntropyLoss(
+        ONES, class_weight="balanced"
+    ),
+    "class_weight: expected one of 'balanced', got 'equal'": lambda: CrossEntropyLoss("equal"),
+    r"^SmoothAPLoss\.forward\(\) missing 1 required .* 'targets'$": lambda: SmoothAPLoss()(ONES),
+    r"^Own\.forward\(\) missing 1 required .* 'targets'$": lambda: type("Own", (SmoothAPLoss,), {})()(ONES),
+    r"^BCEWithLogitsLoss\.forward\(\) got an unexpected .* 'weights'$": lambda: BCEWithLogitsLoss()(
+        ONES, ONES, weights=ONES
+    ),
+    r"^InfoNCELoss\.forward\(\) missing 1 required .* 'keys'$": lambda: InfoNCELoss()(LOGITS),
+    r"indexes: .*Use torch\.as_tensor\(numpy\.unique\(indexes, return_inverse=True\)\[1\]\)": lambda: SmoothAPLoss()(
+        ONES, BINARY, indexes=["a", "b"] * 4
+    ),
+    r"labels: .*as_tensor\(numpy\.unique\(labels, return_inverse=True\)\[1\]\)": lambda: SupConLoss()(
+        LOGITS, numpy.array(["a", "b"] * 4)
+    ),
     r"argument 'sel'$": lambda: SmoothAPLoss(sel=3),
     r"keys: expected shape .*If these are labels, use SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS),
     r"keys: expected shape .*got a float32.*SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS.float()),

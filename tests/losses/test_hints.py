@@ -94,6 +94,14 @@ QUEUES = {
 }
 
 
+def test_keys_that_are_the_queries_warn_once():
+    """The control: equal keys, which may be another view without dropout."""
+    (text,) = texts_of(lambda rows, _: InfoNCELoss()(rows, rows), 3, lambda step: draw(step, 3))
+    assert text.startswith("InfoNCELoss: the queries are the keys: ")
+    forget_hints()
+    assert texts_of(lambda rows, _: InfoNCELoss()(rows, rows.clone()), 3, lambda step: draw(step, 3)) == []
+
+
 @pytest.mark.parametrize(("make", "of_row"), QUEUES.values(), ids=QUEUES)
 @pytest.mark.parametrize("calls", [1, 8])
 def test_a_queue_that_is_made_in_every_step_warns_once(make, of_row, calls):

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import traceback
 import zipfile
 from pathlib import Path
 
@@ -100,6 +101,18 @@ def test_sdist_has_the_repository_and_the_wheel_the_package(tmp_path):
 def test_every_package_folder_is_listed():
     found = {path.parent.relative_to(ROOT) for folder in SUBPACKAGES for path in (ROOT / folder).rglob("*.py")}
     assert {".".join(("fullrank", *folder.parts)) for folder in found} == set(PACKAGES) - {"fullrank"}
+
+
+@pytest.mark.parametrize(
+    ("name", "public"), [("SmoothApLoss", "SmoothAPLoss"), ("infonce", "InfoNCELoss"), ("clip_grad", "clip_grad_norm_")]
+)
+def test_a_misspelt_name_suggests_the_public_one(name, public):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. Did you mean '{public}'\?$") as caught:
+        getattr(fullrank, name)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("Did you mean") == 1  # Python adds its own to the error of a module
+    with pytest.raises(AttributeError, match=r"has no attribute 'ShardedLoss'$"):
+        fullrank.ShardedLoss  # noqa: B018
 
 
 def test_dir_shows_public_names_alone():
