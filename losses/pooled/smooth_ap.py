@@ -42,8 +42,9 @@ def smooth_ap(
     ``average_precision_score(sample_weight=)`` of scikit-learn, where no positive has the score of another row.
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. One
-    minus the loss is what torchmetrics' ``RetrievalMAP`` measures with ``empty_target_action="skip"``, except for
-    queries without a negative: this loss leaves them out, torchmetrics counts them as an AP of 1.
+    minus the loss is what ``RetrievalMAP(empty_target_action="skip")`` of torchmetrics measures, except that it counts
+    a query without a negative as an AP of 1, which this loss leaves out, and rows with scores of 0 or less as not
+    retrieved: pass it probabilities.
 
     Args:
         indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pages
 import pytest
@@ -25,6 +28,31 @@ def test_the_six_lines() -> None:
     assert printed == EXPECTED
     # Positives at places 2 and 4 of 4: an average precision of 1/2.
     assert names["loss"].item() == pytest.approx(1 / 2, abs=1e-2)
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """Return the results that a benchmark has left; test_benchmarks.py runs it again."""
+    return json.loads((pages.ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def test_the_gradients_of_the_table_are_those_of_the_benchmark() -> None:
+    found = {(row["key"], row["world_size"]): row for row in recorded("gradient_scale")["gradient_scale"]}
+    keys = "no_gather", "swapped", "swapped_w", "own_summed", "own_summed_uneven", "fullrank"
+    for key, line in zip(keys, README.partition("| gather |")[2].splitlines()[2:8], strict=True):
+        of_worlds = [found[key, world] for world in (2, 4)]
+        for name, cell in zip(("encoder", "scale", "loss"), line.strip("|").split("|")[1:]):
+            shown = [float(Fraction(number)) for number in re.findall(r"\d+/\d+|\d+\.\d+|\d+", cell)]
+            assert shown == [round(row[name], 2) for row in of_worlds], (key, name)
+        is_multiple = max(row["error"] - abs(row["encoder"] - 1) for row in of_worlds) < 1e-6
+        assert ("another direction" in line) is not is_multiple
+
+
+def test_the_gains_are_those_of_the_benchmark() -> None:
+    kind = "weighted cross-entropy + SmoothAP", "cross-entropy"
+    rows = [row for row in recorded("real")["budgets"] if (row["method"], row["base"]) == kind]
+    gains = {row["steps"]: f"{row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]" for row in rows}
+    text = f"gains {gains[100]} of average precision over cross-entropy after 100 steps, {gains[1600]} after 1,600"
+    assert text in " ".join(README.split())
 
 
 @pytest.mark.slow
