@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
 from scripts import Done, imported, run_script
@@ -109,6 +110,45 @@ def test_the_recipe_is_the_sum_of_its_two_losses() -> None:
     recipe = demo.build_loss("sum")(logits, targets)
     torch.testing.assert_close(recipe, weighted + ranking, rtol=1e-6, atol=0)
     assert abs(float(recipe - weighted)) > 1e-3
+
+
+# Programs to start from
+
+
+@pytest.mark.parametrize("name", ["pairs", "rare", "tokens", "moving"])
+def test_a_program_to_start_from(name: str, tmp_path: Path) -> None:
+    """The page has the file, which prints on two processes what the page says, and on one process the same."""
+    ((code, expected),) = pages.printing_blocks(f"start/{name}.md")
+    assert code == (EXAMPLES / f"start_{name}.py").read_text("utf-8")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 45
+    assert f"docs/start/{name}.md" in pages.PAGES["README.md"]
+    outputs = []
+    for processes in (2, 1):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        done = run_script(EXAMPLES / f"start_{name}.py", cwd=folder, processes=processes)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    pages.assert_printed(outputs[0].rstrip(), expected.rstrip())
+    assert outputs[0].count("verify_step: exact") == (name != "rare") <= outputs[1].count("verify_step: exact")
+    assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]  # of the training: loss and metric, all digits
+
+
+def test_the_table_resumes(tmp_path: Path) -> None:
+    """Three epochs and then the others are all of them; the control resumes without the state of the loss."""
+    text, last = (EXAMPLES / "start_rare.py").read_text("utf-8"), []
+    without_loss = text.replace("parts[name].load", 'name == "loss" or parts[name].load')
+    assert text != without_loss
+    for name, programs in (("through", [text]), ("resumed", [text, text]), ("forgotten", [text, without_loss])):
+        script = tmp_path / name / "rare.py"
+        script.parent.mkdir()
+        for place, program in enumerate(programs, 1):
+            epochs = 8 if place == len(programs) else 3
+            script.write_text(program.replace("len(history) < 8", f"len(history) < {epochs}"), encoding="utf-8")
+            done = run_script(script, cwd=script.parent, processes=2)
+            assert done.returncode == 0, done.stderr
+        last.append(done.stdout.splitlines()[-1])
+    assert last[0] == last[1] != last[2]
 
 
 # Accumulation
