@@ -368,7 +368,7 @@ def test_a_softmax_may_overwrite_its_scores(num_candidates: int, device: torch.d
 def test_a_tiny_temperature_gives_no_negative_loss() -> None:
     rows = normal(64, 16, dtype=torch.float16)
     for loss in (InfoNCELoss(1e-6), InfoNCELoss(1e-6, symmetric=True)):
-        assert 0 <= loss(rows, rows) < 1e-6
+        assert 0 <= loss(rows, rows.clone()) < 1e-6
     assert 0 <= SupConLoss(1e-6)(rows.repeat(2, 1), torch.arange(64).repeat(2)) < 1e-6
 
 
@@ -403,7 +403,7 @@ def test_the_length_of_a_row_of_zeros_counts_as_1(loss: Any, dtype: torch.dtype)
 def test_the_scale_is_clamped_and_comes_back() -> None:
     """Above the limit its gradient is 0, unless a step along it lowers the scale."""
     queries = torch.eye(6).double()
-    for keys, is_held in ((queries, True), (queries.roll(1, 0), False)):
+    for keys, is_held in ((queries.clone(), True), (queries.roll(1, 0), False)):
         loss = InfoNCELoss(0.07, learn_temperature=True, max_logit_scale=30.0).double()
         assert loss.logit_scale is not None
         with torch.no_grad():
@@ -432,7 +432,7 @@ def test_a_row_that_is_not_finite_stays_out_of_the_queue() -> None:
     rows = normal(4, 3).detach()
     rows[2, 1] = math.nan
     for loss in (InfoNCELoss(queue_size=8), SupConLoss(queue_size=8)):
-        assert loss(rows, rows if isinstance(loss, InfoNCELoss) else torch.arange(4)).isnan()
+        assert loss(rows, rows.clone() if isinstance(loss, InfoNCELoss) else torch.arange(4)).isnan()
         assert len(loss.queue) == 3
 
 
