@@ -15,7 +15,6 @@ from ..losses import SmoothAPLoss
 
 try:
     from scipy.optimize import minimize  # type: ignore[import-untyped]
-
     from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
     from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
