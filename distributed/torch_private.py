@@ -207,3 +207,26 @@ def loss_parallel_is_active() -> bool:
 def backward_is_running() -> bool:
     """Return True while a backward pass runs, in which activation checkpointing runs forward code a second time."""
     return torch._C._current_graph_task_id() != -1
+
+
+def fsdp_wrapped() -> list[Any]:
+    """Return all modules that FSDP2 has wrapped in this process, without importing FSDP."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return [module for module in _module_state_mapping if hasattr(module, "_get_fsdp_state")]
+
+
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP2 reduces together, of one module that it has wrapped."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups  # one, or None, before torch 2.12
+    return [group for group in groups if group is not None]
+
+
+def is_sharded_by_fsdp(parameter: Tensor) -> bool:
+    """Return True for the part of a parameter that FSDP2 leaves in a module outside of its forward."""
+    params = (param for module in fsdp_wrapped() for group in fsdp_param_groups(module) for param in group.fsdp_params)
+    return any(param.sharded_param is parameter for param in params)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.torch_private import flatten_mesh
+from ..distributed.torch_private import flatten_mesh, fsdp_param_groups, fsdp_wrapped
 
 # On lists of tensors, in few kernels if the device has them: the p-norm of each, with powers summed in ``dtype``;
 # copies, which convert dtypes; products with a scalar on the device; divisions by a number.
@@ -157,16 +157,16 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     They belong to FSDPModules in ``model`` and, if these do not manage all trainable parameters, to FSDPModules around
     it. FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
     """
-    if not (wrapped := _wrapped_modules()):
+    if not (wrapped := fsdp_wrapped()):
         return []
     listed = list(model.parameters())  # once, because reading them for each group would take most of the time
     ids, inside = set(map(id, listed)), fsdp_modules(model.modules())
-    groups = [FsdpGroup(group, ids, module) for module in inside for group in _param_groups(module)]
+    groups = [FsdpGroup(group, ids, module) for module in inside for group in fsdp_param_groups(module)]
     managed = {id(form) for group in groups for form in group.parameters()}
     missing = {id(p) for p in listed if p.requires_grad} - managed
     known = {id(group.state) for group in groups}
     for module in wrapped if missing else ():
-        for group in _param_groups(module):
+        for group in fsdp_param_groups(module):
             is_of_model = any(id(form) in missing for param in group.fsdp_params for form in _forms(param))
             if is_of_model and id(group) not in known:
                 known.add(id(group))
@@ -174,18 +174,9 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     return groups
 
 
-def _wrapped_modules() -> list[Any]:
-    """Return all modules that FSDP2 has wrapped in this process, without importing FSDP."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    from torch.distributed._composable_state import _module_state_mapping
-
-    return [module for module in _module_state_mapping if hasattr(module, "_get_fsdp_state")]
-
-
 def count_unreduced(parameters: Iterable[Tensor]) -> int:
     """Return how many of ``parameters`` have a gradient that FSDP2 has not reduced yet and stores outside ``grad``."""
-    groups = [group for module in _wrapped_modules() for group in _param_groups(module)]
+    groups = [group for module in fsdp_wrapped() for group in fsdp_param_groups(module)]
     unreduced: dict[int, int] = {}  # from the id of each form to the id of its parameter
     for group in groups:
         is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP has reduced over the shards only
@@ -198,13 +189,6 @@ def count_unreduced(parameters: Iterable[Tensor]) -> int:
 def _is_unreduced(param: Any) -> bool:
     whole = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
-
-
-def _param_groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if groups is None else groups  # one, or None, before torch 2.12
-    return [group for group in groups if group is not None]
 
 
 # For each DDP module with the hook: whether its last forward with gradients ran inside no_sync.

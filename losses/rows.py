@@ -132,7 +132,7 @@ def check_batch(
             fix = "Use num_classes=C for C classes; of two columns for one label pass logits[:, 1:] - logits[:, :1]."
         shape = f"(N, {rule.num_classes})" + (" or (N,)" if rule.num_classes == 1 else "")
         raise ValueError(expected("logits", f"shape {shape}", logits, fix))
-    if logits.device.type != "cpu" and has_values(logits) and not _has_float64(logits.device):
+    if logits.device.type != "cpu" and has_values(logits) and not has_float64(logits.device):
         what, device = "a device with float64, in which the sums over a pool are made", Words(f"one on {logits.device}")
         raise TypeError(expected("logits", what, device, "Use logits.cpu(): the gradient comes back to the device."))
     checked = _check_targets(logits, targets, rule, validate_args, stored, defers)
@@ -169,7 +169,7 @@ def in_memory(numbers: Tensor) -> Tensor:
 
 
 @functools.cache
-def _has_float64(device: torch.device) -> bool:
+def has_float64(device: torch.device) -> bool:
     """Return False on a device without float64, such as those of type mps."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)

@@ -558,6 +558,10 @@ ROWS = (
         own={
             "reduction": Argument(bad=["none"]),
             "num_items": Argument(bad=[-1, NAN, INF, torch.ones(2)], wrong=["3", True]),
+            "z_loss": Argument(bad=[-1, NAN, INF], wrong=["3", None]),
+            "softcap": Argument(bad=[-1, 0, NAN, INF], wrong=["3"]),
+            "label_smoothing": Argument(bad=[-0.1, 1.1, NAN], wrong=["3", None]),
+            "weight": Argument(bad=[torch.eye(4)], wrong=["3"]),
         },
         together=[
             ("num_items_in_batch", {"num_items": 1, "num_items_in_batch": 1}, "both"),

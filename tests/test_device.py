@@ -25,7 +25,7 @@ from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.kernels.node_tables import beyond_reach
 from fullrank.losses import SigmoidFocalLoss, SmoothAPLoss, smooth_ap
-from fullrank.losses.rows import Batch, TargetRule, _has_float64, check_batch
+from fullrank.losses.rows import Batch, TargetRule, check_batch, has_float64
 
 ROWS = torch.arange(6.0)
 
@@ -247,12 +247,12 @@ def test_a_check_that_waits_for_the_header_finds_what_the_host_does(ignored: int
 
 @only_simulated
 def test_a_device_without_float64_is_refused() -> None:
-    _has_float64.cache_clear()
+    has_float64.cache_clear()
     try:
         with no_float64(), pytest.raises(TypeError, match=r"logits: expected a device with float64.*logits\.cpu\(\)"):
             smooth_ap(ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE))
     finally:
-        _has_float64.cache_clear()
+        has_float64.cache_clear()
     assert smooth_ap(ROWS[:, None].to(DEVICE), (ROWS > 2).long().to(DEVICE)).isfinite()
 
 

@@ -11,11 +11,22 @@ from torch import Tensor
 
 from ...distributed.global_mean import local_mean
 from ...distributed.torch_private import loss_parallel_is_active, note_kind
-from ...errors import Words, check_amount, check_choice, check_int, check_tensor, expected
+from ...errors import (
+    Words,
+    check_amount,
+    check_between,
+    check_choice,
+    check_int,
+    check_positive,
+    check_tensor,
+    expected,
+)
 from ...kernels.documents import SHIFTED_DOCUMENTS, is_within, same_document
 from ..arguments import completed
 from ..base import DistributedLoss
-from ..rows import check_device, compute_dtype, has_values, is_integer
+from ..rows import compute_dtype, has_values
+from .linear_cross_entropy import linear_cross_entropy
+from .vocabulary import WHOLE, check_labels, check_range, read_head
 
 
 @completed(DistributedLoss)
@@ -24,6 +35,11 @@ def causal_lm_loss(
     labels: Tensor | None,
     vocab_size: int | None = None,
     *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
     num_items: Tensor | float | None = None,
     num_items_in_batch: Tensor | float | None = None,
@@ -40,15 +56,25 @@ def causal_lm_loss(
 
     .. math:: -\frac{1}{n} \sum_{t:\, y_{t+1} \ne \text{ignore}} \log \mathrm{softmax}(x_t)_{y_{t+1}}
 
+    With ``weight`` logits are ``hidden @ weight.T + bias``, of which a few rows at a time exist. The memory is about
+    that of the hidden states and of the gradient of the weight.
+
     With ``reduction="sum"`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
     :meth:`~fullrank.DeferredMean.backward` take. It accepts the arguments of a loss function of Hugging Face
     transformers: ``model.loss_function = causal_lm_loss``.
 
     Args:
         logits: (..., T, V) raw logits; the one at t predicts token t + 1. Inside torch's ``loss_parallel()`` also a
-            DTensor that is sharded on V, over a mesh of one dimension; call backward inside it too.
+            DTensor that is sharded on V, over a mesh of one dimension; call backward inside it too. With ``weight``
+            hidden states (..., T, D) instead, a plain tensor.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
         vocab_size: V, if it is to be checked; transformers passes it.
+        weight: (V, D) of the last layer, such as ``lm_head.weight``: the first argument is hidden states. Plain, or a
+            DTensor that tensor parallelism shards on V over one dimension of a mesh; its ranks pass the same rows.
+        bias: (V,) of the last layer, in the form of ``weight``.
+        z_loss: k >= 0. Adds k logsumexp(x_t)^2 for each token that counts.
+        softcap: c > 0: the logits are c tanh(x / c). None for x.
+        label_smoothing: s in [0, 1]: the target is 1 - s of the token, and s / V of each.
         reduction: ``"mean"``, or ``"sum"``, which does not divide and takes no ``num_items``.
         num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
             sum, which is 0 then, is not divided.
@@ -68,20 +94,26 @@ def causal_lm_loss(
     Raises:
         TypeError: for logits that are not floating-point, labels or document ids that are not integers, other
             DTensors; for a keyword that is almost one of ours.
-        ValueError: for logits sharded on V outside of ``loss_parallel()``, or so that a rank has none; for shapes or
+        ValueError: for a weight that FSDP2 has sharded again after its forward, with the two ways out; for logits
+            sharded on V outside of ``loss_parallel()``, or so that a rank has none; for shapes or
             devices that do not fit; for labels out of range; for a number ``num_items`` that is negative or not finite;
             for ``document_ids`` with labels that are shifted already.
 
     Degenerate: no valid token gives 0 with zero gradients.
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
-        not count have no effect, even if they are NaN.
+        not count have no effect, even if they are NaN. With ``weight`` rows that do not count are not projected, the
+        losses are added in float64, and the gradients in float32 or float64. They are computed in the forward, so a
+        second backward raises, and so does a second derivative. On an accelerator products of half precision are added
+        in float32 where it can, and the host waits once for the number of rows.
 
     Distributed: nothing travels, and there is no ``group``. With None for ``num_items`` each rank divides by its own
         count, under ``no_grad`` too, and the mean over ranks in DDP is a mean of means. Pass the count over all ranks,
         or use :func:`~fullrank.accumulate`. In validation weigh the mean by its count, with ``MeanMetric`` of
         torchmetrics, or pass the sum and the count to :func:`~fullrank.global_mean`, which takes a ``group``.
         For logits sharded on V the ranks of their mesh pass the same labels, and get the same scalar, which is no
-        DTensor: torch reduces three numbers a token over them in the forward, and none in the backward.
+        DTensor: torch reduces three numbers a token over them in the forward, and none in the backward. With a
+        ``weight`` that is sharded on V the ranks reduce the maxima and the sums of each block of rows, and the gradient
+        of the hidden states once.
 
     Example:
         >>> import torch
@@ -100,7 +132,21 @@ def causal_lm_loss(
         num_items = num_items_in_batch
     if check_choice("reduction", reduction, ("mean", "sum")) == "sum" and num_items is not None:
         raise ValueError(expected("num_items", 'None with reduction="sum", which divides by nothing', num_items))
-    labels = _check_shapes(logits, labels, vocab_size)
+    check_amount("z_loss", z_loss)
+    check_between("label_smoothing", label_smoothing, 0.0, 1.0)
+    if weight is None:
+        if bias is not None:
+            raise ValueError(expected("bias", "None without weight", bias, "Pass hidden states and the weight too."))
+        if softcap is not None:
+            check_positive("softcap", softcap)
+        _check_logits(logits)
+        size = logits.shape[-1]
+    else:
+        vocabulary, own_weight, bias = read_head("causal_lm_loss", logits, weight, bias, softcap)
+        size = vocabulary.size
+    labels = check_labels("labels", labels, logits, "logits" if weight is None else "hidden")
+    if vocab_size is not None and vocab_size != size:
+        raise ValueError(expected("vocab_size", f"{size}, the number of logits of a token", vocab_size))
     targets = labels.to(torch.int64)
     if document_ids is not None:
         if not shift:
@@ -110,21 +156,13 @@ def causal_lm_loss(
     if shift:
         targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
     valid = targets != ignore_index
-    if validate_args and has_values(targets) and not is_within(labels, ignore_index, logits.shape[-1]):
-        bad = ((targets < 0) | (targets >= logits.shape[-1])) & valid
-        if bool(bad.any()):
-            what = f"token indices in [0, {logits.shape[-1]}) or ignore_index={ignore_index}"
-            raise ValueError(expected("labels", what, int(targets[bad][0]), "Give padding the label ignore_index."))
-    is_sharded = hasattr(logits, "full_tensor")
-    own = logits.to_local() if is_sharded else logits  # type: ignore[attr-defined]
-    # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. The logits are the largest
-    # tensor, so a copy of them is overwritten in place.
-    x, ignored = own.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
-    x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
-    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    x = _as_sharded(x, logits) if is_sharded else x
-    total = F.cross_entropy(x, targets, ignore_index=ignore_index, reduction="sum")
-    total = total.to_local() if is_sharded else total  # type: ignore[attr-defined]
+    if validate_args and has_values(targets) and not is_within(labels, ignore_index, size):
+        check_range("labels", targets, valid, size, f"ignore_index={ignore_index}")
+    more = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    if weight is None:
+        total = _sum_over_logits(logits, targets, valid, ignore_index, softcap, **more)
+    else:
+        total = linear_cross_entropy(vocabulary, logits, own_weight, bias, targets, valid, **more)
     if reduction == "sum":
         return total
     if num_items is None:
@@ -136,7 +174,37 @@ def causal_lm_loss(
     return total / (check_amount("num_items", num_items) or 1)
 
 
-_WHOLE = "Use full_tensor(), or to_local() where each rank holds whole sequences."
+def _sum_over_logits(
+    logits: Any,
+    targets: Tensor,
+    valid: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    *,
+    z_loss: float,
+    label_smoothing: float,
+) -> Tensor:
+    """Return the sum of the losses from logits (..., T, V)."""
+    is_sharded = hasattr(logits, "full_tensor")
+    own = logits.to_local() if is_sharded else logits
+    # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. The logits are the largest
+    # tensor, so a copy of them is overwritten in place.
+    x, ignored = own.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
+    x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    x = _as_sharded(x, logits) if is_sharded else x
+    total: Any = F.cross_entropy(x, targets, ignore_index=ignore_index, reduction="sum")
+    total = total.to_local() if is_sharded else total
+    if not (z_loss or label_smoothing):
+        return total
+    lse: Any = torch.logsumexp(x, 1)
+    each = z_loss * lse.square()
+    if label_smoothing:
+        each = each + label_smoothing * (lse - x.mean(1))
+    each = each.full_tensor() if is_sharded else each
+    return (1 - label_smoothing) * total + each.where(valid.reshape(-1), 0.0).sum()
 
 
 def _check_shards(logits: Any) -> None:
@@ -147,7 +215,7 @@ def _check_shards(logits: Any) -> None:
         what = "a plain tensor, or a DTensor sharded on the vocabulary over a mesh of one dimension"
         got = Words(f"a DTensor with placements {logits.placements}")
         own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
-        raise TypeError(expected(name, what, got, own if any(on_vocabulary) else _WHOLE))
+        raise TypeError(expected(name, what, got, own if any(on_vocabulary) else WHOLE))
     if not loss_parallel_is_active():
         what = "a DTensor sharded on the vocabulary inside of loss_parallel()"
         fix = "Enter torch.distributed.tensor.parallel.loss_parallel(), for the backward too, or use full_tensor()."
@@ -166,24 +234,12 @@ def _as_sharded(rows: Tensor, logits: Any) -> Tensor:
     return DTensor.from_local(rows, mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check_shapes(logits: Tensor, labels: Tensor | None, vocab_size: int | None) -> Tensor:
+def _check_logits(logits: Tensor) -> None:
+    """Raise TypeError or ValueError for what are no logits (..., T, V)."""
     check_tensor("logits", logits)
-    check_tensor("labels", labels)
-    assert labels is not None
-    if hasattr(labels, "full_tensor"):
-        raise TypeError(expected("labels", "a plain tensor", Words("a DTensor"), _WHOLE))
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw logits."))
-    if not is_integer(labels):
-        raise TypeError(expected("labels", "integer token indices", labels, "Use labels.long()."))
     if logits.ndim < 2 or logits.shape[-1] == 0:
         raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
     if hasattr(logits, "full_tensor"):
         _check_shards(logits)
-    if vocab_size is not None and vocab_size != logits.shape[-1]:
-        raise ValueError(expected("vocab_size", f"{logits.shape[-1]}, the last size of logits", vocab_size))
-    if labels.shape != logits.shape[:-1]:
-        what = f"shape {tuple(logits.shape[:-1])} for logits (..., T, V)"
-        raise ValueError(expected("labels", what, labels, "Pass the labels of the same tokens; shift=True moves them."))
-    check_device("labels", labels, logits)
-    return labels

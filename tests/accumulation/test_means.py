@@ -35,6 +35,7 @@ OF_ROWS: dict[str, Callable[..., Tensor]] = {
         x.square().sum() if reduction == "sum" else fullrank.global_mean(x.square().sum(), 4)
     ),
     "causal_lm_loss": lambda x, **options: fullrank.causal_lm_loss(x, CLASSES, **options),
+    "causal_lm_loss, hidden": lambda x, **options: fullrank.causal_lm_loss(x, CLASSES, weight=torch.eye(3), **options),
 }
 OF_POOLS = {"SmoothAPLoss", "CombinedLoss", "LossWarmupWrapper"}
 

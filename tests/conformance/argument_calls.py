@@ -286,7 +286,13 @@ def predicts(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     (scores,) = own(logits)
     value = call(scores, mine, **{name: make(mine) for name, make in given.items() if callable(make)})
     rows, places, targets = map(list, zip(*terms(labels, given)))
-    expected = F.cross_entropy(whole[rows, places], torch.tensor(targets), reduction="sum")
+    x, softcap = whole[rows, places], given.get("softcap")
+    if "weight" in given:
+        x = x @ given["weight"].T + given["bias"]
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    smoothing = given.get("label_smoothing", 0.0)
+    expected = F.cross_entropy(x, torch.tensor(targets), label_smoothing=smoothing, reduction="sum")
+    expected = expected + given.get("z_loss", 0.0) * torch.logsumexp(x, 1).square().sum()
     expected = expected / given.get("num_items", given.get("num_items_in_batch", 1))
     (slope,), (other,) = torch.autograd.grad(value, logits), torch.autograd.grad(expected, whole)
     total = value.detach().clone()
@@ -543,6 +549,12 @@ CALLS: list[Call] = [
     Call("causal_lm_loss", {"num_items": 20, "shift": False, "validate_args": False}, predicts),
     Call("causal_lm_loss", {"num_items": 20, "shift_labels": lambda labels: labels}, predicts),
     Call("causal_lm_loss", {"num_items_in_batch": 20, "ignore_index": -1}, predicts),
+    *(
+        Call(
+            "causal_lm_loss", {"num_items": 20, "z_loss": 0.1, "softcap": 2.0, "label_smoothing": 0.3, **head}, predicts
+        )
+        for head in ({}, {"weight": Made(lambda: normal(7, 7)), "bias": Made(lambda: normal(7))})
+    ),
     *(
         Call(name, {**first, **given}, norms)
         for name, first in (("total_grad_norm", {}), ("clip_grad_norm_", {"max_norm": 0.5, "foreach": True}))

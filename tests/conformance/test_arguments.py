@@ -238,9 +238,10 @@ def test_arguments_of_losses(rank: int, name: str) -> None:
 
 
 # Arguments of calls that, left out, change the result. Others say who takes part, how to compute, or what to check.
-EFFECTIVE = {"alpha", "average", "budget_basis", "class_index", "document_ids_key", "gradient_reduction"}
+EFFECTIVE = {"alpha", "average", "bias", "budget_basis", "class_index", "document_ids_key", "gradient_reduction"}
 EFFECTIVE |= {"ignore_index", "keep", "key", "multi_hot", "multiplier", "norm_type", "num_batches"}
 EFFECTIVE |= {"num_items_in_batch", "quantile_interpolation", "reduction", "scaler", "seed", "shift", "sync_groups"}
+EFFECTIVE |= {"label_smoothing", "softcap", "z_loss"}
 
 
 @pytest.mark.parametrize("name", sorted({call.name.partition(".")[0] for call in CALLS}))

@@ -118,6 +118,13 @@ def factor_in(form: str, factor: float | None = None) -> Callable[[Any, int, InC
     return use
 
 
+def linear_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of ``sum_loss`` for a ``Headless`` model, whose logits do not exist."""
+    head, hidden = getattr(model, "module", model).down, model(batch["tokens"])
+    loss = fullrank.causal_lm_loss(hidden, batch["labels"], weight=head.weight, bias=head.bias, reduction="sum")
+    return loss * batch["scale"] if "scale" in batch else loss
+
+
 def deferred_of(model: nn.Module) -> DeferredMean:
     """Return the one object that serves all steps of a model."""
     if not hasattr(model, "deferred_mean"):
@@ -134,13 +141,14 @@ def deferred(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     one, errors = deferred_of(model), []
     call = options.get("call", lambda one, index, loss, n: one.backward(loss, n))
     finish, through = options.get("finish", lambda one, groups: one.finish(groups)), options.get("through")
+    loss = options.get("loss", sum_loss)
     groups = [] if by_hand(model) is None else [by_hand(model)]
     for index, batch in enumerate(batches):
         try:
-            call(one, index, sum_loss(through(index) if through else model, batch), num_valid(batch))
+            call(one, index, loss(through(index) if through else model, batch), num_valid(batch))
         except (ValueError, TypeError, RuntimeError) as error:
             errors.append(error)
-            one.backward(sum_loss(model, batch), num_valid(batch))
+            one.backward(loss(model, batch), num_valid(batch))
     try:
         finish(one, groups)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -234,6 +242,8 @@ VERBS: dict[str, Verb] = {
         for form in FORMS_OF_TERMS
     },
     **{f"factor {form}": partial(accumulated, loss=InChunks, use=factor_in(form)) for form in FORMS_OF_FACTOR},
+    "linear": partial(accumulated, loss=linear_sum),
+    "linear deferred": partial(deferred, loss=linear_sum),
     "DeferredMean": deferred,
     "DeferredMean window": deferred_window,
     "DeferredMean both": partial(deferred_window, num_single=1),
@@ -246,7 +256,9 @@ VERBS: dict[str, Verb] = {
 
 def model_of(verb: str, dtype: Any = torch.float64, **options: Any) -> Model:
     """Return the model of a verb."""
-    return {"terms": TwoHeads, "factor": Headless}.get(verb.partition(" ")[0], Model)(dtype, **options)
+    return {"terms": TwoHeads, "factor": Headless, "linear": Headless}.get(verb.partition(" ")[0], Model)(
+        dtype, **options
+    )
 
 
 def one_process_of(verb: str, batches: Sequence[Batch], dtype: Any = torch.float64) -> tuple[nn.Module, Result]:
@@ -263,6 +275,8 @@ WRAPPERS_OF = {
     "accumulate each": ("plain", "ddp", "fsdp2"),
     **{f"terms {form}": ("plain", "ddp", "fsdp2") for form in FORMS_OF_TERMS},
     **{f"factor {form}": ("plain", "ddp", "fsdp2") for form in FORMS_OF_FACTOR},
+    "linear": EVERYWHERE,
+    "linear deferred": ("ddp", "fsdp2"),
     "DeferredMean": ("plain", "ddp", "fsdp2", "summed"),
     "DeferredMean window": ("plain", "ddp", "fsdp2", "summed"),
     "DeferredMean both": ("ddp", "fsdp2"),

@@ -140,12 +140,23 @@ def sharded(logits: Tensor, *placements: Any) -> Any:
     return distribute_tensor(logits.detach(), init_device_mesh("cpu", shape), placements or [Shard(-1)])
 
 
+def with_terms(logits: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> Tensor:
+    """Return the mean with what the loss may add for each token."""
+    x, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    x, targets = x[targets != -100], targets[targets != -100]
+    each = F.cross_entropy(x, targets, label_smoothing=smoothing, reduction="none")
+    return (each + z_loss * torch.logsumexp(x, 1) ** 2).mean()
+
+
 # What the loss is called with, and its definition.
 CALLS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "mean": ({}, lambda logits, labels: by_rows(logits, labels, None)),
     "sum": ({"reduction": "sum"}, lambda logits, labels: by_rows(logits, labels, 1)),
     "count": ({"num_items": torch.tensor(7)}, lambda logits, labels: by_rows(logits, labels, 7)),
     "shifted": ({"reduction": "sum", "shift": False}, lambda logits, labels: by_rows(logits, labels, 1, False)),
+    "z_loss": ({"z_loss": 0.1}, lambda logits, labels: with_terms(logits, labels, z_loss=0.1)),
+    "softcap": ({"softcap": 2.0}, lambda logits, labels: by_rows(2 * torch.tanh(logits / 2), labels, None)),
+    "label_smoothing": ({"label_smoothing": 0.3}, lambda logits, labels: with_terms(logits, labels, smoothing=0.3)),
     "documents": (
         {"reduction": "sum", "document_ids": IDS},
         lambda logits, labels: by_documents(logits, labels, IDS),

@@ -79,6 +79,7 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "causal_lm, the first token alone": lambda x: causal_lm_loss(x[:, None], FIRST[:, None]),
     "causal_lm, no token of 0": lambda x: causal_lm_loss(x, NO_CLASS, num_items=0),
     "causal_lm, no token of 3": lambda x: causal_lm_loss(x, NO_CLASS, num_items=3),
+    "causal_lm, no token of hidden states": lambda x: causal_lm_loss(x, NO_CLASS, weight=torch.eye(3, dtype=x.dtype)),
 }
 
 

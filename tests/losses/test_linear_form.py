@@ -1,0 +1,310 @@
+"""The loss of a language model from hidden states, whose logits do not exist, against the one of logits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bounds import assert_as_exact
+from meshes import init_device_mesh
+from on_ranks import common_error, on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullrank import causal_lm_loss
+from fullrank.losses.summed import vocabulary
+
+SIZE, WIDTH = 11, 5  # of the vocabulary and of a hidden state
+LIMIT = {"rtol": 1e-12, "atol": 1e-15}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 6 rows of the 14 here: N D / V."""
+    monkeypatch.setattr(vocabulary, "LEAST_ROWS", 3)
+
+
+def make(dtype: torch.dtype = torch.float64, size: int = SIZE) -> tuple[list[Tensor], Tensor]:
+    """Return hidden states, weight and bias of a last layer, and labels, some of them ignored."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = (2, 7, WIDTH), (size, WIDTH), (size,)
+    tensors = [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    labels = torch.randint(0, size, (2, 7), generator=generator)
+    labels[0, 4:] = -100
+    return [tensor.requires_grad_() for tensor in tensors], labels
+
+
+def define(
+    logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, softcap: float | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean over tokens, in functions of torch."""
+    x, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    each = F.cross_entropy(x, targets, label_smoothing=label_smoothing, reduction="none")
+    each = each + z_loss * torch.logsumexp(x, 1) ** 2 * (targets != -100)
+    return each.sum() / (targets != -100).sum()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.1},
+    "softcap": {"softcap": 2.0},
+    "label_smoothing": {"label_smoothing": 0.3},
+    "all": {"z_loss": 0.1, "softcap": 2.0, "label_smoothing": 0.3},
+}
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_value_and_gradients(name: str, has_bias: bool) -> None:
+    """Of both forms; the control leaves a setting out."""
+    (hidden, weight, bias), labels = make()
+    leaves = [hidden, weight, bias][: 2 + has_bias]
+    logits = F.linear(hidden, weight, bias if has_bias else None)
+    expected = define(logits, labels, **SETTINGS[name])
+    wanted = torch.autograd.grad(expected, leaves, retain_graph=True)
+    linear = causal_lm_loss(hidden, labels, weight=weight, bias=bias if has_bias else None, **SETTINGS[name])
+    for loss in (linear, causal_lm_loss(logits, labels, **SETTINGS[name])):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        found = torch.autograd.grad(3 * loss, leaves)
+        torch.testing.assert_close([each / 3 for each in found], [*wanted], **LIMIT)
+    for setting in SETTINGS[name]:
+        others = {one: value for one, value in SETTINGS[name].items() if one != setting}
+        assert not torch.isclose(define(logits, labels, **others), expected), setting
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "count": {"num_items": 9},
+    "shifted": {"shift": False},
+    "documents": {"document_ids": torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]])},
+    "ignored": {"ignore_index": 3},
+    "one sequence": {},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_arguments_of_the_form_with_logits(name: str) -> None:
+    (hidden, weight, _), labels = make()
+    if name == "one sequence":
+        hidden, labels = hidden[1], labels[1]
+    labels = labels.clamp_min(3) if name == "ignored" else labels
+    found = causal_lm_loss(hidden, labels, SIZE, weight=weight, **CALLS[name])
+    expected = causal_lm_loss(hidden @ weight.T, labels, **CALLS[name])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    pairs = [torch.autograd.grad(loss, weight)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*pairs, **LIMIT)
+
+
+def test_rows_that_do_not_count_are_not_projected() -> None:
+    """NaN there reaches nothing; and without any that counts, the gradients are 0."""
+    (hidden, weight, _), labels = make()
+    ignored = F.pad(labels, (0, 1), value=-100)[..., 1:] == -100
+    spoiled = hidden.detach().masked_fill(ignored[..., None], torch.nan).requires_grad_()
+    loss = causal_lm_loss(spoiled, labels, weight=weight)
+    torch.testing.assert_close(loss, causal_lm_loss(hidden, labels, weight=weight), rtol=0, atol=0)
+    for kind, targets in (("", labels), ("none", labels * 0 - 100)):
+        loss = causal_lm_loss(spoiled, targets, weight=weight)
+        gradients = torch.autograd.grad(loss, [spoiled, weight])
+        assert all(gradient.isfinite().all() for gradient in gradients), kind
+        assert gradients[0][ignored].abs().max() == 0
+        assert (loss.item(), gradients[1].abs().max().item()) == (0, 0) or kind != "none"
+
+
+def test_frozen_parts_and_no_grad() -> None:
+    (hidden, weight, bias), labels = make()
+    expected = causal_lm_loss(hidden, labels, weight=weight, bias=bias)
+    wanted = torch.autograd.grad(expected, [hidden, weight, bias])
+    for learned in itertools.product((False, True), repeat=3):
+        leaves = [leaf.detach().requires_grad_(flag) for leaf, flag in zip((hidden, weight, bias), learned)]
+        loss = causal_lm_loss(leaves[0], labels, weight=leaves[1], bias=leaves[2])
+        assert (loss, loss.requires_grad) == (expected, any(learned))
+        if any(learned):
+            loss.backward()
+        for leaf, flag, gradient in zip(leaves, learned, wanted):
+            assert torch.equal(leaf.grad, gradient) if flag else leaf.grad is None
+    with torch.no_grad():
+        loss = causal_lm_loss(hidden, labels, weight=weight, bias=bias)
+    assert (loss, loss.requires_grad) == (expected, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Errs by what logits of float32 from the same numbers err by."""
+    (hidden, weight, bias), labels = make(dtype, size=50)
+    leaves = [hidden, weight, bias]
+
+    def outcome(kind: torch.dtype, is_linear: bool = False) -> list[Tensor]:
+        given = [leaf.detach().to(kind).requires_grad_() for leaf in leaves]
+        if is_linear:
+            loss = causal_lm_loss(given[0], labels, weight=given[1], bias=given[2])
+        else:
+            loss = causal_lm_loss(F.linear(*given), labels)
+        return [loss.detach(), *torch.autograd.grad(loss, given)]
+
+    exact, usual, found = outcome(torch.float64), outcome(torch.float32), outcome(dtype, True)
+    assert [each.dtype for each in found] == [torch.float32, *[dtype] * 3]
+    assert_as_exact(found[:1], usual[:1], exact[:1])
+    for one, other in zip(found[1:], usual[1:]):  # rounded once, where float32 is not at a border of two numbers
+        assert (one != other.to(dtype)).float().mean() <= 0.02
+    (rounded, *_) = outcome(dtype)  # the control: the logits are rounded
+    assert abs(rounded - exact[0]) > 8 * abs(found[0] - exact[0])
+
+
+def test_autocast_rounds_nothing_where_products_are_made_in_float32() -> None:
+    (hidden, weight, bias), labels = make(torch.float32)
+    found = []
+    for is_enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            loss = causal_lm_loss(hidden, labels, weight=weight, bias=bias)
+            found.append([loss.detach(), *torch.autograd.grad(loss, [hidden, weight, bias])])
+    assert all(map(torch.equal, *found))
+
+
+def test_gradients_are_given_once_and_are_no_function() -> None:
+    (hidden, weight, _), labels = make()
+    loss = causal_lm_loss(hidden, labels, weight=weight)
+    loss.backward(retain_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"causal_lm_loss: expected one backward, got another\. .* retain_graph has no"
+    ):
+        loss.backward()
+    (gradient,) = torch.autograd.grad(causal_lm_loss(hidden, labels, weight=weight), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="causal_lm_loss: expected a first derivative, got a second one"):
+        gradient.square().sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor))])
+        return found
+
+
+def largest(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
+    """Return the most elements of a tensor in forward and backward, of 1,200 tokens out of 5,000 words."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (1200, 5000))
+    labels = torch.randint(0, 5000, (1, 1200), generator=generator)
+    with Largest() as mode:
+        loss(hidden[None], labels, weight).backward()
+    return mode.most
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_tensor_is_larger_than_a_block_or_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is the form with logits."""
+    monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
+    assert largest(lambda h, y, w: causal_lm_loss(h, y, weight=w, **SETTINGS[name])) == 16 * 5000
+    assert largest(lambda h, y, w: causal_lm_loss(h @ w.T, y, **SETTINGS[name])) >= 1200 * 5000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_compiled_code_calls_it_as_it_is() -> None:
+    (hidden, weight, _), labels = make()
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        return 2 * causal_lm_loss(hidden.tanh(), labels, weight=weight)
+
+    torch._dynamo.reset()
+    pairs = []
+    for function in (torch.compile(step, backend="eager"), step):
+        loss = function(hidden, weight)
+        pairs.append([loss.detach(), *torch.autograd.grad(loss, [hidden, weight])])
+    torch.testing.assert_close(*pairs, rtol=1e-14, atol=0)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="the number of tokens that count is known only when it runs"):
+        torch.compile(step, backend="eager", fullgraph=True)(hidden, weight)
+
+
+H, W, B, Y = torch.zeros(2, 3, 4), torch.zeros(6, 4), torch.zeros(6), torch.zeros(2, 3).long()
+REFUSED: dict[str, Callable[[], Any]] = {
+    "bias: expected None without weight": lambda: causal_lm_loss(H, Y, bias=B),
+    r"weight: expected shape \(V, 4\).*lm_head.weight": lambda: causal_lm_loss(H, Y, weight=W.T),
+    "weight: expected a floating-point tensor": lambda: causal_lm_loss(H, Y, weight=W.long()),
+    "weight: expected a tensor, got Linear": lambda: causal_lm_loss(H, Y, weight=nn.Linear(4, 6)),
+    r"bias: expected shape \(6,\)": lambda: causal_lm_loss(H, Y, weight=W, bias=B[:5]),
+    "hidden: expected a floating-point tensor": lambda: causal_lm_loss(H.long(), Y, weight=W),
+    r"hidden: expected shape \(\.\.\., T, D\)": lambda: causal_lm_loss(H[0, 0], Y[0, 0], weight=W),
+    r"labels: expected shape \(2, 3\) for hidden": lambda: causal_lm_loss(H, Y[:1], weight=W),
+    r"labels: expected token indices in \[0, 6\)": lambda: causal_lm_loss(H, Y + 6, weight=W),
+    "vocab_size: expected 6": lambda: causal_lm_loss(H, Y, 4, weight=W),
+    "hidden: expected a tensor with values": lambda: causal_lm_loss(H.to("meta"), Y, weight=W),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+        REFUSED[text]()
+
+
+# A vocabulary that is spread over ranks
+
+
+def spread(tensor: Tensor, *placements: Any) -> DTensor:
+    """Return a tensor over all ranks, sharded on dim 0 or as ``placements`` say."""
+    mesh = init_device_mesh("cpu", (1,) * (len(placements) - 1) + (dist.get_world_size(),))
+    return distribute_tensor(tensor.detach(), mesh, placements or [Shard(0)]).requires_grad_()
+
+
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SETTINGS][1:])])
+@on_ranks(2, 3)
+def test_a_weight_sharded_on_the_vocabulary(rank: int, name: str) -> None:
+    """11 words over the ranks, as in one process. The control is the loss of the words of one rank."""
+    (hidden, weight, bias), labels = make()
+    expected = define(F.linear(hidden, weight, bias), labels, **SETTINGS[name])
+    wanted = torch.autograd.grad(expected, [hidden, weight, bias])
+    parts = hidden.detach().requires_grad_(), spread(weight), spread(bias)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "LEAST_ROWS", 3)
+        loss = causal_lm_loss(parts[0], labels, weight=parts[1], bias=parts[2], **SETTINGS[name])
+        loss.backward()
+    assert type(loss) is Tensor
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for part, gradient in zip(parts, wanted):
+        whole = part.grad.full_tensor() if isinstance(part, DTensor) else part.grad
+        assert not isinstance(part, DTensor) or part.grad.placements == part.placements
+        torch.testing.assert_close(whole, gradient, **LIMIT)
+    own = parts[1].to_local().detach(), parts[2].to_local().detach()
+    alone = causal_lm_loss(hidden, labels.where(labels < len(own[0]), -100), weight=own[0], bias=own[1])
+    assert not torch.isclose(alone, expected)
+
+
+@pytest.mark.slow
+@on_ranks()
+def test_other_dtensors(rank: int) -> None:
+    """The ranks raise the same, and go on together."""
+    (hidden, weight, bias), labels = make()
+    loss = partial(causal_lm_loss, hidden, labels)
+    mesh = "a plain tensor, or a DTensor sharded on dim 0, the vocabulary, over a mesh of one dimension"
+    for call, kind, text in (
+        (partial(loss, weight=spread(weight, Replicate())), "TypeError", f"weight: expected {mesh}"),
+        (partial(loss, weight=spread(weight, Shard(1))), "TypeError", f"weight: expected {mesh}"),
+        (partial(loss, weight=spread(weight, Replicate(), Shard(0))), "TypeError", f"weight: expected {mesh}"),
+        (partial(loss, weight=spread(weight[:1])), "ValueError", "expected a part of the vocabulary on every rank"),
+        (partial(loss, weight=spread(weight), bias=bias), "TypeError", "bias: expected a DTensor, as weight"),
+        (partial(loss, weight=weight, bias=spread(bias)), "TypeError", "bias: expected a Tensor, as weight"),
+        (
+            partial(loss, weight=spread(weight), bias=spread(bias, Replicate())),
+            "TypeError",
+            "bias: expected placements",
+        ),
+        (lambda: causal_lm_loss(spread(hidden), labels, weight=weight), "TypeError", "hidden: expected a plain tensor"),
+    ):
+        found = common_error(call)
+        assert (found[0], text in found[1]) == (kind, True), found
+    loss(weight=spread(weight))
