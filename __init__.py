@@ -33,6 +33,7 @@ from .losses import (
     SoftmaxFocalLoss,
     SupConLoss,
     causal_lm_loss,
+    token_log_probs,
 )
 from .preflight import verify_step
 from .queues import MemoryQueue
@@ -89,6 +90,7 @@ __all__ = [
     "pooled_backward",
     "sequence_sync_group",
     "sum_gradients_",
+    "token_log_probs",
     "total_grad_norm",
     "verify_step",
     "windows",

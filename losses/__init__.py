@@ -17,6 +17,7 @@ from .pooled.smooth_ap import SmoothAPLoss, smooth_ap
 from .summed.base import SummedLoss
 from .summed.causal_lm import causal_lm_loss
 from .summed.cross_entropy import BCEWithLogitsLoss, CrossEntropyLoss
+from .summed.log_probs import token_log_probs
 from .summed.sigmoid_focal import SigmoidFocalLoss, sigmoid_focal
 from .summed.softmax_focal import SoftmaxFocalLoss, softmax_focal
 
@@ -51,4 +52,5 @@ __all__ = [
     "sigmoid_sums",
     "smooth_ap",
     "softmax_focal",
+    "token_log_probs",
 ]

@@ -69,8 +69,8 @@ def causal_lm_loss(
             hidden states (..., T, D) instead, a plain tensor.
         labels: (..., T) token indices, those of the inputs; ``ignore_index`` where a token does not count.
         vocab_size: V, if it is to be checked; transformers passes it.
-        weight: (V, D) of the last layer, such as ``lm_head.weight``: the first argument is hidden states. Plain, or a
-            DTensor that tensor parallelism shards on V over one dimension of a mesh; its ranks pass the same rows.
+        weight: (V, D) of the last layer, such as ``lm_head.weight``. Plain, or a DTensor that tensor parallelism shards
+            on V over one dimension of a mesh; its ranks pass the same rows.
         bias: (V,) of the last layer, in the form of ``weight``.
         z_loss: k >= 0. Adds k logsumexp(x_t)^2 for each token that counts.
         softcap: c > 0: the logits are c tanh(x / c). None for x.

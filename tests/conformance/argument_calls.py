@@ -300,6 +300,24 @@ def predicts(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     return [(total, expected), (own(slope)[0], own(other)[0])]
 
 
+def scores(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """Of log-probabilities of all tokens, with entropies where they are asked for."""
+    labels = labels_of_all(given)
+    hidden, whole = (normal(*labels.shape, 7).requires_grad_() for _ in range(2))
+    (mine,), (states,) = own(labels), own(hidden)
+    found = torch.stack([*call(states, mine)]) if "return_entropy" in given else call(states, mine)[None]
+    logits, softcap = F.linear(whole, given["weight"], given.get("bias")), given.get("softcap")
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_probs = (logits / given.get("temperature", 1.0)).log_softmax(-1)
+    ignored = labels == given.get("ignore_index", IGNORED)
+    expected = [log_probs.gather(-1, labels.masked_fill(ignored, 0)[..., None])[..., 0]]
+    expected += [-(log_probs.exp() * log_probs).sum(-1)] if "return_entropy" in given else []
+    total = torch.stack([each.masked_fill(ignored, 0.0) for each in expected])
+    (slope,) = torch.autograd.grad(found.exp().sum(), hidden)
+    (other,) = torch.autograd.grad(total.exp().sum(), whole)
+    return [*zip(found.detach(), (own(each)[0] for each in total.detach())), (own(slope)[0], own(other)[0])]
+
+
 # Norms
 
 
@@ -554,6 +572,13 @@ CALLS: list[Call] = [
             "causal_lm_loss", {"num_items": 20, "z_loss": 0.1, "softcap": 2.0, "label_smoothing": 0.3, **head}, predicts
         )
         for head in ({}, {"weight": Made(lambda: normal(7, 7)), "bias": Made(lambda: normal(7))})
+    ),
+    *(
+        Call("token_log_probs", {"weight": Made(lambda: normal(7, 7)), **given}, scores)
+        for given in (
+            {"bias": Made(lambda: normal(7)), "temperature": 0.7, "softcap": 2.0, "validate_args": False},
+            {"return_entropy": True, "ignore_index": -1},
+        )
     ),
     *(
         Call(name, {**first, **given}, norms)

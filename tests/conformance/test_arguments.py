@@ -241,7 +241,7 @@ def test_arguments_of_losses(rank: int, name: str) -> None:
 EFFECTIVE = {"alpha", "average", "bias", "budget_basis", "class_index", "document_ids_key", "gradient_reduction"}
 EFFECTIVE |= {"ignore_index", "keep", "key", "multi_hot", "multiplier", "norm_type", "num_batches"}
 EFFECTIVE |= {"num_items_in_batch", "quantile_interpolation", "reduction", "scaler", "seed", "shift", "sync_groups"}
-EFFECTIVE |= {"label_smoothing", "softcap", "z_loss"}
+EFFECTIVE |= {"label_smoothing", "softcap", "temperature", "z_loss"}
 
 
 @pytest.mark.parametrize("name", sorted({call.name.partition(".")[0] for call in CALLS}))

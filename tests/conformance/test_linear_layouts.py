@@ -49,15 +49,18 @@ class TiedWhole(Tied):
     forward = Model.forward
 
 
+Loss = Callable[[Any, Tensor, Batch], Tensor]
+
+
 class WithLoss(nn.Module):
     """Computes its loss in its forward, or in a method that FSDP2 treats like it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_of: Loss) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss_of = model, loss_of
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        return loss_of(self.model.down, self.model(batch["tokens"]), batch)
+        return self.loss_of(self.model.down, self.model(batch["tokens"]), batch)
 
 
 class Head(nn.Linear):
@@ -68,7 +71,14 @@ class Head(nn.Linear):
 
 
 def loss_of(head: nn.Linear, hidden: Tensor, batch: Batch) -> Tensor:
+    """Return the sum of the losses of the tokens."""
     return causal_lm_loss(hidden, batch["labels"], weight=head.weight, bias=head.bias, reduction="sum")
+
+
+def minus_log_probs(head: nn.Linear, hidden: Tensor, batch: Batch) -> Tensor:
+    """Return the same from the log-probability of each token."""
+    labels, weights = batch["labels"][:, 1:], {"weight": head.weight, "bias": head.bias}
+    return -fullrank.token_log_probs(hidden[:, :-1], labels, **weights).sum()
 
 
 class Made(NamedTuple):
@@ -81,7 +91,7 @@ class Made(NamedTuple):
     num_data: int
 
 
-def make(layout: str, tied: bool) -> Made:
+def make(layout: str, tied: bool, loss_of: Loss = loss_of) -> Made:
     """Return a model in a layout over all ranks."""
     model: Any = Tied() if tied else Headless()
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -93,7 +103,7 @@ def make(layout: str, tied: bool) -> Made:
         parallelize_module(model, mesh["model"], plan)
         if tied:
             model.down.weight = model.embed.weight  # each has been made a parameter of its own
-        whole = WithLoss(model)
+        whole = WithLoss(model, loss_of)
         if layout == "tp":
             return Made(whole, whole.loss_sum, mesh["data"], 0, 1)
         fully_shard(model.up, mesh=mesh["data"])
@@ -108,12 +118,13 @@ def make(layout: str, tied: bool) -> Made:
         for part in (model.up, head, model):
             fully_shard(part, mesh=mesh)
         register_fsdp_forward_method(head, "loss_sum")
-        return Made(model, lambda batch: head.loss_sum(model(batch["tokens"]), batch), None, rank, size)
+        loss = lambda batch: head.loss_sum(model(batch["tokens"]), batch)  # noqa: E731
+        return Made(model, loss, None, rank, size)
     fully_shard(model.up, mesh=mesh)
     if layout == "root":
         fully_shard(model, mesh=mesh)
         return Made(model, lambda batch: loss_of(model.down, model(batch["tokens"]), batch), None, rank, size)
-    whole = WithLoss(model)
+    whole = WithLoss(model, loss_of)
     fully_shard(whole, mesh=mesh, reshard_after_forward=True)
     register_fsdp_forward_method(whole, "loss_sum")
     return Made(whole, whole.loss_sum, None, rank, size)
@@ -127,7 +138,7 @@ def window_of(made: Made, rank: int) -> list[Batch]:
 def run(made: Made, verb: str) -> Tensor:
     """Take a step, and return its mean loss."""
     batches = window_of(made, made.data_rank)
-    if verb == "accumulate":
+    if verb != "DeferredMean":
         for step, batch in fullrank.accumulate(made.model, batches, fullrank.count_valid_tokens, group=made.group):
             step.backward(made.loss(batch))
         return step.mean_loss()
@@ -147,10 +158,12 @@ def expected_of(made: Made, tied: bool) -> Result:
 CASES: list[Any] = []
 for _layout in LAYOUTS:
     for _tied in (False, True):
-        for _verb in ("accumulate", "DeferredMean"):
+        for _verb in ("accumulate", "log_probs", "DeferredMean"):
             if _tied and _layout == "method of the head":  # the embedding needs the weight elsewhere
                 continue
-            _marks = [pytest.mark.slow] if _verb == "accumulate" else [pytest.mark.full]
+            if _verb == "log_probs" and (_tied or _layout == "method of the head"):
+                continue
+            _marks = [pytest.mark.full] if _verb == "DeferredMean" else [pytest.mark.slow]
             for _size in (4,) if _layout == "fsdp2 x tp" else (2, 3):
                 _more = [pytest.mark.full] if _size == 3 else []
                 CASES.append(pytest.param(_size, _layout, _tied, _verb, marks=[*_marks, *_more]))
@@ -160,7 +173,7 @@ for _layout in LAYOUTS:
 @on_ranks(...)
 def test_layout(rank: int, layout: str, tied: bool, verb: str) -> None:
     """In two steps, because wrappers set themselves up in the first."""
-    made = make(layout, tied)
+    made = make(layout, tied, minus_log_probs if verb == "log_probs" else loss_of)
     for _ in range(2):
         made.model.zero_grad()
         found, expected = run(made, verb), expected_of(made, tied)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fullrank
 from fullrank import causal_lm_loss
 from fullrank.losses.summed import vocabulary
 
@@ -252,6 +253,100 @@ def test_what_is_refused(text: str) -> None:
         REFUSED[text]()
 
 
+# Log-probabilities of tokens
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 2.0},
+    "entropy": {"return_entropy": True},
+    "all": {"temperature": 0.7, "softcap": 2.0, "return_entropy": True},
+}
+
+
+def scored(logits: Tensor, tokens: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Return what is to be differentiated, of log-probabilities and entropies by the definition."""
+    softcap, kept = settings.get("softcap"), tokens != -100
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_probs = (logits / settings.get("temperature", 1.0)).log_softmax(-1)
+    found = [log_probs.gather(-1, tokens.clamp_min(0)[..., None])[..., 0].where(kept, 0.0)]
+    found += [-(log_probs.exp() * log_probs).sum(-1).where(kept, 0.0)] if "return_entropy" in settings else []
+    return torch.stack(found)
+
+
+def weighted(found: Any) -> Tensor:
+    """Return a sum in which each number counts in its own way."""
+    found = torch.stack([*found]) if isinstance(found, tuple) else found
+    return (found.reshape(-1) / 3).exp() @ torch.linspace(-1, 2, found.numel(), dtype=found.dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", SCORES)
+def test_log_probs_of_tokens(name: str, has_bias: bool) -> None:
+    """The token at t from the hidden state at t; those that are not needed are 0, and NaN there reaches nothing."""
+    (hidden, weight, bias), tokens = make()
+    leaves = [hidden, weight, bias][: 2 + has_bias]
+    expected = scored(F.linear(hidden, weight, bias if has_bias else None), tokens, SCORES[name])
+    wanted = torch.autograd.grad(weighted(expected), leaves)
+    spoiled = hidden.detach().masked_fill((tokens == -100)[..., None], torch.nan).requires_grad_()
+    settings = {"weight": weight, "bias": bias if has_bias else None, **SCORES[name]}
+    found = fullrank.token_log_probs(spoiled, tokens, **settings)
+    torch.testing.assert_close(torch.stack([*found]) if isinstance(found, tuple) else found[None], expected, **LIMIT)
+    gradients = torch.autograd.grad(weighted(found), [spoiled, *leaves[1:]], retain_graph=True)
+    torch.testing.assert_close([*gradients], [*wanted], **LIMIT)
+    again = torch.autograd.grad(weighted(found), [spoiled, *leaves[1:]])
+    assert all(map(torch.equal, gradients, again)), "it is computed again, so it may be called again"
+    for setting in SCORES[name].keys() - {"return_entropy"}:
+        others = {one: value for one, value in SCORES[name].items() if one != setting}
+        assert not torch.allclose(scored(F.linear(hidden, weight, bias), tokens, others), expected), setting
+    with torch.no_grad():
+        assert not torch.stack([*fullrank.token_log_probs(spoiled, tokens, **settings)]).requires_grad
+    (gradient,) = torch.autograd.grad(
+        weighted(fullrank.token_log_probs(hidden, tokens, **settings)), hidden, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="token_log_probs: expected a first derivative, got a second one"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["plain", "entropy"])
+def test_log_probs_take_the_memory_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
+    found = largest(lambda h, y, w: weighted(fullrank.token_log_probs(h, y, weight=w, **SCORES[name])))
+    assert found == 16 * 5000
+
+
+def test_log_probs_in_half_precision() -> None:
+    """Err by what float32 from the same numbers errs by."""
+    (hidden, weight, _), tokens = make(torch.bfloat16, size=50)
+
+    def outcome(kind: torch.dtype) -> list[Tensor]:
+        given = [leaf.detach().to(kind).requires_grad_() for leaf in (hidden, weight)]
+        found = fullrank.token_log_probs(given[0], tokens, weight=given[1])
+        return [found.detach(), *torch.autograd.grad(weighted(found), given)]
+
+    found, usual = outcome(torch.bfloat16), outcome(torch.float32)
+    assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert torch.equal(found[0], usual[0])
+    assert all(torch.equal(one, other.bfloat16()) for one, other in zip(found[1:], usual[1:]))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tokens": Y[:1]}, r"tokens: expected shape \(2, 3\) for hidden \(\.\.\., T, D\)"),
+        ({"tokens": Y + 6}, r"tokens: expected token indices in \[0, 6\) or ignore_index=-100, got 6"),
+        ({"tokens": Y.float()}, "tokens: expected integer token indices"),
+        ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
+        ({"softcap": -1.0}, "softcap: expected a finite number > 0"),
+        ({"ignore_index": 0.5}, "ignore_index: expected an int"),
+    ],
+)
+def test_log_probs_refuse(given: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        fullrank.token_log_probs(**{"hidden": H, "tokens": Y, "weight": W, **given})
+
+
 # A vocabulary that is spread over ranks
 
 
@@ -282,6 +377,24 @@ def test_a_weight_sharded_on_the_vocabulary(rank: int, name: str) -> None:
     own = parts[1].to_local().detach(), parts[2].to_local().detach()
     alone = causal_lm_loss(hidden, labels.where(labels < len(own[0]), -100), weight=own[0], bias=own[1])
     assert not torch.isclose(alone, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCORES)
+@on_ranks(2, 3)
+def test_log_probs_of_a_vocabulary_over_ranks(rank: int, name: str) -> None:
+    (hidden, weight, bias), tokens = make()
+    expected = scored(F.linear(hidden, weight, bias), tokens, SCORES[name])
+    wanted = torch.autograd.grad(weighted(expected), [hidden, weight, bias])
+    parts = hidden.detach().requires_grad_(), spread(weight), spread(bias)
+    found = fullrank.token_log_probs(parts[0], tokens, weight=parts[1], bias=parts[2], **SCORES[name])
+    torch.testing.assert_close(torch.stack([*found]) if isinstance(found, tuple) else found[None], expected, **LIMIT)
+    weighted(found).backward()
+    for part, gradient in zip(parts, wanted):
+        whole = part.grad.full_tensor() if isinstance(part, DTensor) else part.grad
+        torch.testing.assert_close(whole, gradient, **LIMIT)
+    alone = fullrank.token_log_probs(hidden, tokens.clamp_max(2), weight=parts[1].to_local()[:3].detach())
+    assert not torch.allclose(alone, expected[0])
 
 
 @pytest.mark.slow

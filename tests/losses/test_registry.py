@@ -11,7 +11,7 @@ from torch import nn
 
 from fullrank import losses
 
-NO_LOSS = {"sigmoid_sums"}  # public in fullrank.losses, for losses of one's own
+NO_LOSS = {"sigmoid_sums", "token_log_probs"}  # public in fullrank.losses, for losses of one's own
 
 
 def public_losses() -> dict[str, object]:

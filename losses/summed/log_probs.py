@@ -1,0 +1,164 @@
+"""Log-probabilities of given tokens from hidden states: what policy gradients, preferences and distillation need."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ...distributed.torch_private import not_compiled
+from ...errors import check_int, check_temperature, first_order_only
+from ..arguments import completed
+from ..rows import compute_dtype
+from .causal_lm import causal_lm_loss
+from .linear_cross_entropy import OF_ROWS
+from .vocabulary import Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Return the log-probabilities (N,) of the targets of rows, and the entropies (N,) of the rows, or None.
+
+    ::
+
+        z [n, v] of a block, p = softmax(z)      g, h [n] the incoming gradients, H [n] the entropies
+
+        log_prob = z_t - lse      H = lse - sum p z
+        dz = g [t] - p (g + h (log p + H))
+
+    The incoming gradients differ from row to row, so the backward computes z again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocabulary: Vocabulary,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        has_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.call, ctx.vocabulary, given = "token_log_probs", vocabulary, (x, weight, bias)
+        with without_autocast(x):
+            x, weight, bias = vocabulary.factors(*given)
+            ctx.dtype, found = x.dtype, x.new_zeros(4, len(x), dtype=compute_dtype(x.dtype))
+            for block in vocabulary.blocks(x):
+                sums = vocabulary.sums(vocabulary.logits(x[block], weight, bias), targets[block], moment=has_entropy)
+                log_mass = sums.mass.log()
+                entropy = log_mass - sums.moment / sums.mass
+                found[:, block] = torch.stack([sums.picked - log_mass, entropy, sums.largest, log_mass])
+        ctx.save_for_backward(*given, targets, found)
+        return found[0].clone(), found[1].clone() if has_entropy else None
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        *given, targets, (_, entropy, largest, log_mass) = ctx.saved_tensors
+        vocabulary, grad = ctx.vocabulary, grad / ctx.vocabulary.temperature
+        with without_autocast(targets):
+            factors: list[Any] = [None if each is None else each.to(ctx.dtype) for each in given]
+            gradients, x = Gradients(ctx.needs_input_grad[1:4], *factors), factors[0]
+            for block in vocabulary.blocks(x):
+                z = vocabulary.logits(x[block], *factors[1:])
+                slope, amount = vocabulary.slope(z), grad[block, None]
+                z.sub_(largest[block, None]).sub_(log_mass[block, None])
+                if grad_entropy is not None:
+                    amount = amount + grad_entropy[block, None] / vocabulary.temperature * (z + entropy[block, None])
+                z = vocabulary.pick_(z.exp_().mul_(amount).neg_(), targets[block], grad[block])
+                gradients.add(block, z if slope is None else z.mul_(slope), *factors[:2])
+            found = gradients.finished(vocabulary)
+        return None, *(None if each is None else each.to(one.dtype) for each, one in zip(found, given)), None, None
+
+
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: Literal[False] = False,
+    ignore_index: int = -100,
+    validate_args: bool = True,
+) -> Tensor: ...
+
+
+@overload
+def token_log_probs(
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: Literal[True],
+    ignore_index: int = -100,
+    validate_args: bool = True,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@functools.partial(not_compiled, reason=OF_ROWS)
+@completed(causal_lm_loss)
+def token_log_probs(
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    validate_args: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Return the log-probability of each token from the hidden state that predicts it, without the logits.
+
+    Equal to ``F.linear(hidden, weight, bias).div(temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]``.
+
+    A few rows of logits exist at a time, and the backward computes them again: the memory is about that of the hidden
+    states and of the gradient of the weight.
+
+    Args:
+        hidden: (..., T, D); the one at t scores ``tokens[..., t]``. Nothing is shifted: for a causal model pass
+            ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
+        tokens: (..., T) token indices; ``ignore_index`` where none is needed, as in the prompt: it is not projected.
+        temperature: > 0, of the sampling. The logits are divided by it, after the soft cap.
+        return_entropy: whether to return the entropies of the distributions over tokens too, with their gradient.
+        ignore_index: the token that is not needed.
+
+    Returns:
+        (..., T), float32, or float64 for float64 tensors; 0 for ``ignore_index``. With ``return_entropy`` both.
+
+    Raises:
+        TypeError: for tensors that are not floating-point, tokens that are not integers, other DTensors.
+        ValueError: for a weight that FSDP2 has sharded again after its forward, with the two ways out; for shapes or
+            devices that do not fit; for tokens out of range.
+
+    Degenerate: without a token that is needed all gradients are 0.
+    Numerics: half precision is computed in float32. A second derivative raises.
+    Distributed: nothing travels. With a ``weight`` that is sharded on V the ranks reduce the maxima and the sums of
+        each block of rows, and in the backward the gradient of the hidden states once.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.zeros(1, 2, 3), torch.zeros(4, 3)
+        >>> token_log_probs(hidden, torch.tensor([[2, -100]]), weight=weight)
+        tensor([[-1.3863,  0.0000]])
+    """
+    check_temperature(temperature)
+    check_int("ignore_index", ignore_index)
+    vocabulary, weight, bias = read_head("token_log_probs", hidden, weight, bias, softcap, temperature)
+    targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)
+    valid = targets != ignore_index
+    if validate_args:
+        check_range("tokens", targets, valid, vocabulary.size, f"ignore_index={ignore_index}")
+    x = hidden.flatten(0, -2)[valid.flatten()]
+    found = _LinearLogProbs.apply(vocabulary, x, weight, bias, targets[valid], return_entropy)
+    zeros = torch.zeros(tokens.shape, dtype=found[0].dtype, device=hidden.device)
+    log_probs, *entropy = (zeros.masked_scatter(valid, each) for each in found if each is not None)
+    return (log_probs, *entropy) if return_entropy else log_probs  # type: ignore[return-value]
