@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulation import pooled_backward
+from ..distributed.global_mean import local_mean
 from ..distributed.group import is_initialized, resolve_group
 from ..errors import Words, expected, warn
 from ..losses import causal_lm_loss
@@ -47,6 +48,71 @@ def causal_lm_loss_func(
         fix = "Give the data set a column of that name: the Trainer counts its tokens."
         raise ValueError(expected("labels", "those of the batch", labels, fix))
     return causal_lm_loss(_logits(outputs), labels, num_items=num_items_in_batch)
+
+
+class LinearLossMixin:
+    """A mixin for ``transformers.Trainer``: the loss of a causal model in training, without its logits.
+
+    Write ``class LinearTrainer(LinearLossMixin, Trainer)``. Equal to the Trainer with
+    ``compute_loss_func=causal_lm_loss_func``, in the memory of :func:`~fullrank.causal_lm_loss` with ``weight``. While
+    the model is training, its head returns that loss in the place of logits. It is computed inside the forward of the
+    head, where FSDP2 has gathered the weight, also one that is tied to the embedding. In evaluation the logits exist.
+
+    Args:
+        *args, **kwargs: arguments of the Trainer, without ``compute_loss_func``.
+
+    Raises:
+        TypeError: for a model whose ``get_output_embeddings()`` is no plain ``nn.Linear``, such as one with an adapter.
+        ValueError: for a model that changes its logits after the head, as by a soft cap.
+    """
+
+    # Attributes of the Trainer.
+    accelerator: Any
+    compute_loss_func: Callable[..., Tensor]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = super()
+        trainer.__init__(*args, compute_loss_func=causal_lm_loss_func, **kwargs)  # with one, the Trainer counts tokens
+        self._unchanged_head: nn.Module | None = None  # whose output was seen to be that of the model
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of one batch as the Trainer does."""
+        trainer: Any = super()
+        labels = inputs.get("labels")
+        if labels is None or not model.training:
+            return trainer.compute_loss(model, inputs, *args, **kwargs)
+        head, sums = _plain_head(self.accelerator.unwrap_model(model)), list[Tensor]()
+
+        def loss_sum(hidden: Tensor) -> Tensor:
+            total = causal_lm_loss(hidden, labels, weight=head.weight, bias=head.bias, reduction="sum")
+            sums.append(total.detach())
+            return total
+
+        def divided(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
+            total = _logits(outputs)
+            if head is not self._unchanged_head and not (len(sums) == 1 and torch.equal(total, sums[0])):
+                fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
+                raise ValueError(expected("model", "one that returns what its head does", Words("others"), fix))
+            self._unchanged_head = head
+            return local_mean(
+                total, (labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            )
+
+        head.forward, self.compute_loss_func = loss_sum, divided
+        try:
+            return trainer.compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            del head.forward
+            self.compute_loss_func = causal_lm_loss_func
+
+
+def _plain_head(model: Any) -> Any:
+    """Return the head of a model, or raise TypeError."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
+        raise TypeError(expected("model.get_output_embeddings()", "an nn.Linear", head, fix))
+    return head
 
 
 class _Callback:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -17,12 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from pages import blocks, run_block
-from subjects import error
+from subjects import error, gradient
 from torch import Tensor, nn
 from workers import WorkerPool, error_of
 
 import fullrank
-from fullrank.integrations.transformers import LossMonitor, LossState, PooledLossMixin, causal_lm_loss_func
+from fullrank.integrations.transformers import (
+    LinearLossMixin,
+    LossMonitor,
+    LossState,
+    PooledLossMixin,
+    causal_lm_loss_func,
+)
 
 pytestmark = pytest.mark.slow
 FRAMEWORK = ["accelerate", "transformers.modeling_utils", "transformers.trainer"]
@@ -281,7 +288,7 @@ if int(version("transformers").partition(".")[0]) < 5:
     pytest.skip("needs transformers 5, which takes Python 3.11", allow_module_level=True)
 
 LIMIT = 1e-6  # float32, of what the training has changed
-CAUSAL, DEFINITIONS, SCRIPT, CONTRAST = blocks("recipes/trainer.md")
+CAUSAL, LINEAR, DEFINITIONS, SCRIPT, CONTRAST = blocks("recipes/trainer.md")
 POOLED = (
     DEFINITIONS
     + """
@@ -314,6 +321,8 @@ SCHEDULED = POOLED.replace(
 RIGHT: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", CAUSAL, {}),
     "gpt2": ("gpt2", CAUSAL, {}),
+    "llama without logits": ("llama", LINEAR, {}),
+    "gpt2 without logits, tied": ("gpt2", LINEAR, {}),
     "llama without its loss_type": ("llama", UNTYPED, {}),
     "pooled": ("bert", POOLED, {}),
     "pooled, one micro-batch": ("bert", POOLED, {"gradient_accumulation_steps": 1}),
@@ -332,7 +341,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[float, float, float]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("llama", "pooled by a schedule") else [pytest.mark.full])
+        pytest.param(
+            name,
+            marks=[] if name in ("llama", "gpt2 without logits, tied", "pooled by a schedule") else [pytest.mark.full],
+        )
         for name in (*RIGHT, *WRONG)
     ],
 )
@@ -425,6 +437,93 @@ def test_outputs_may_be_a_tuple() -> None:
 def test_without_labels_the_error_says_what_is_missing() -> None:
     with pytest.raises(ValueError, match="labels: expected those of the batch, got None"):
         causal_lm_loss_func({"logits": torch.zeros(1, 3, 4)}, None)
+
+
+class Inputs:
+    """What :class:`LinearLossMixin` needs of a Trainer."""
+
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+    def __init__(self, compute_loss_func: Any) -> None:
+        self.compute_loss_func = compute_loss_func
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        labels = inputs.pop("labels")
+        return self.compute_loss_func(model(**inputs), labels, num_items_in_batch=num_items_in_batch)
+
+
+class LinearInputs(LinearLossMixin, Inputs):
+    """Of a Trainer with the mixin."""
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_training_step_without_logits(kind: str) -> None:
+    """The loss and the gradients are those with logits; the head is multiplied by nothing but a block of rows."""
+    batch, outcomes = token_batches(0)[0], []
+    for trainer, number in itertools.product((LinearInputs(), Inputs(causal_lm_loss_func)), (None, torch.tensor(40))):
+        model, shapes = make_model(kind), []
+        model.lm_head.register_forward_hook(lambda head, given, found, shapes=shapes: shapes.append(found.shape))
+        loss = trainer.compute_loss(model.train(), dict(batch), num_items_in_batch=number)
+        loss.backward()
+        assert shapes == [() if isinstance(trainer, LinearLossMixin) else (4, 6, 11)]
+        outcomes.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for linear, usual in zip(outcomes[:2], outcomes[2:]):
+        torch.testing.assert_close(linear, usual, rtol=1e-5, atol=1e-6)
+    assert not torch.isclose(outcomes[0][0], outcomes[1][0])
+    model.eval()
+    trainer = LinearInputs()
+    assert trainer.compute_loss(model, dict(batch)) == Inputs(causal_lm_loss_func).compute_loss(model, dict(batch))
+    assert model.lm_head(torch.zeros(1, 16)).shape == (1, 11)
+
+
+def sharded_step(rank: int, kind: str, has_own_head: bool) -> tuple[float, float]:
+    """Return the errors of a step under FSDP2 that shards again after each forward, and of each rank by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = make_model(kind).double().train(), make_model(kind).double()
+    batches = [token_batches(of)[0] for of in range(2)]
+    number = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    for batch in batches:
+        Inputs(causal_lm_loss_func).compute_loss(reference, dict(batch), num_items_in_batch=number).backward()
+    if has_own_head:
+        fully_shard(model.lm_head)
+    fully_shard(model, reshard_after_forward=True)
+    errors = []
+    for divisor in (number, None):
+        model.zero_grad()
+        (2 * LinearInputs().compute_loss(model, dict(batches[rank]), num_items_in_batch=divisor)).backward()
+        errors.append(error(gradient(model), gradient(reference)))
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize(("kind", "has_own_head"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_a_step_without_logits_under_fsdp(workers: WorkerPool, kind: str, has_own_head: bool) -> None:
+    for found, of_own_tokens in workers(sharded_step, kind, has_own_head):
+        assert found <= 1e-12 < 0.1 < of_own_tokens
+
+
+def test_heads_that_the_linear_form_does_not_take() -> None:
+    import transformers as hf
+
+    class Capped(hf.LlamaForCausalLM):
+        def forward(self, **given: Any) -> Any:
+            outputs = super().forward(**given)
+            outputs.logits = 2 * torch.tanh(outputs.logits / 2)
+            return outputs
+
+    class Adapter(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(rows) + 1
+
+    batch, adapted = token_batches(0)[0], make_model("llama")
+    with pytest.raises(
+        ValueError, match=r"model: expected one that returns what its head does, got others\. Pass comp"
+    ):
+        LinearInputs().compute_loss(Capped(adapted.config).train(), dict(batch))
+    adapted.lm_head = Adapter(16, 11)
+    for model in (adapted.train(), make_model("bert").train()):
+        with pytest.raises(TypeError, match=r"get_output_embeddings\(\): expected an nn\.Linear, got "):
+            LinearInputs().compute_loss(model, dict(batch))
 
 
 @pytest.mark.parametrize(("columns", "shapes"), [(2, [(5, 7)] * 2), (3, [(5, 7)] * 3), (4, [(5, 7)] * 2 + [(5, 2, 7)])])
