@@ -15,7 +15,7 @@ from integration_cases import flat as parameters
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import run_block
-from subjects import Adapted, Headless, Model, Router, error, wrap
+from subjects import Adapted, Model, Router, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +30,7 @@ LIMIT = 1e-12  # float64
 blocks = partial(pages.blocks, "accumulation.md")
 NAMES = blocks("Recipes")
 LOOP, MEANS = blocks("Plain, DDP, FSDP2, HSDP")
-CHUNKED, INJECTED = blocks("Losses that back-propagate themselves")
+(INJECTED,) = blocks("Losses that back-propagate themselves")
 (SERVER,) = blocks("A server, whose calls come one by one")
 (SEVERAL,) = blocks("Several losses with counts of their own")
 (CONTEXT,) = blocks("Context parallelism")
@@ -110,21 +110,17 @@ def window(rank: int, kind: str, code: str) -> Runs:
 
 def inside(rank: int, kind: str, code: str) -> Runs:
     """A loss that back-propagates itself, in two windows; the control has the factor of one process."""
-    is_chunked, code = code == CHUNKED, code.replace("1024", "5")
-    inner, reference, router = (Headless() if is_chunked else Model()), Model(), Router()
-    for each in (inner, reference):
-        each.down.register_parameter("bias", None)
+    inner, reference, router = Model(), Model(), Router()
+    inner.middle.append(router)
     losses = [sum_loss(reference, batch) for batch in everyone()]
-    if not is_chunked:
-        inner.middle.append(router)
-        losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everyone()]
+    losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everyone()]
     expected = torch.stack(losses).sum() / sum(map(num_valid, everyone()))
     expected.backward()
     model, right = wrap(inner, kind), torch.cat([flat(reference), expected.detach()[None]])
     for is_right in (True, True, False):
         model.zero_grad()
         changed = code if is_right else code.replace("step.factor", "step.factor / 2")
-        run = of_window(changed, model, right, is_right, head=inner.down, router=router)
+        run = of_window(changed, model, right, is_right, router=router)
         yield run._replace(found=lambda names: torch.cat([flat(model), names["step"].mean_loss()[None]]))
 
 
@@ -263,7 +259,6 @@ RECIPES: dict[str, tuple[int, Callable[..., Runs], tuple[Any, ...]]] = {
     **{f"server, {kind}": (2, loop, (kind, SERVER, 3)) for kind in KINDS},
     **{f"means, {kind}": (2, window, (kind, MEANS)) for kind in KINDS},
     "accelerate": (2, window, ("ddp", *blocks("Accelerate"))),
-    **{f"chunked, {kind}": (2, inside, (kind, CHUNKED)) for kind in KINDS},
     **{f"injected, {kind}": (2, inside, (kind, INJECTED)) for kind in KINDS},
     **{f"several losses, {kind}": (2, several_losses, (kind, SEVERAL)) for kind in KINDS},
     "packed": (2, packed, (*blocks("Packed sequences"),)),

@@ -88,7 +88,7 @@ def norm_of(*models: nn.Module) -> Tensor:
 LIMIT = 1e-12  # float64
 
 # The blocks of these pages are run by other tests, each with a check that none is left out.
-ELSEWHERE = {f"{name}.md" for name in ("README", "accumulation", "checkpointing", "contributing", "integrations")}
+ELSEWHERE = {f"{name}.md" for name in ("README", "accumulation", "checkpointing", "contributing", "integrations", "rl")}
 ELSEWHERE |= {page for page in PAGES if page.startswith("start/")}
 RECIPES = ("accelerate", "ddp", "fsdp", "lightning", "loop", "ray", "sentence-transformers", "trainer")
 ELSEWHERE |= {f"recipes/{name}.md" for name in RECIPES}
