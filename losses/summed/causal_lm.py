@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributed.global_mean import local_mean
-from ...distributed.torch_private import loss_parallel_is_active, note_kind
+from ...distributed.torch_private import loss_parallel_is_active, not_compiled, note_kind
 from ...errors import (
     Words,
     check_amount,
@@ -20,13 +21,13 @@ from ...errors import (
     check_positive,
     check_tensor,
     expected,
+    first_order_only,
 )
 from ...kernels.documents import SHIFTED_DOCUMENTS, is_within, same_document
 from ..arguments import completed
 from ..base import DistributedLoss
-from ..rows import compute_dtype, has_values
-from .linear_cross_entropy import linear_cross_entropy
-from .vocabulary import WHOLE, check_labels, check_range, read_head
+from ..rows import compute_dtype, has_float64, has_values
+from .vocabulary import OF_ROWS, WHOLE, Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
 
 
 @completed(DistributedLoss)
@@ -134,15 +135,16 @@ def causal_lm_loss(
         raise ValueError(expected("num_items", 'None with reduction="sum", which divides by nothing', num_items))
     check_amount("z_loss", z_loss)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    settings: dict[str, Any] = {"softcap": softcap, "z_loss": z_loss, "smoothing": label_smoothing}
     if weight is None:
         if bias is not None:
             raise ValueError(expected("bias", "None without weight", bias, "Pass hidden states and the weight too."))
-        if softcap is not None:
-            check_positive("softcap", softcap)
         _check_logits(logits)
-        size = logits.shape[-1]
+        vocabulary = Vocabulary(size := logits.shape[-1], **settings)
     else:
-        vocabulary, own_weight, bias = read_head("causal_lm_loss", logits, weight, bias, softcap)
+        vocabulary, own_weight, bias = read_head("causal_lm_loss", logits, weight, bias, **settings)
         size = vocabulary.size
     labels = check_labels("labels", labels, logits, "logits" if weight is None else "hidden")
     if vocab_size is not None and vocab_size != size:
@@ -158,11 +160,10 @@ def causal_lm_loss(
     valid = targets != ignore_index
     if validate_args and has_values(targets) and not is_within(labels, ignore_index, size):
         check_range("labels", targets, valid, size, f"ignore_index={ignore_index}")
-    more = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     if weight is None:
-        total = _sum_over_logits(logits, targets, valid, ignore_index, softcap, **more)
+        total = _sum_over_logits(vocabulary, logits, targets, valid, ignore_index)
     else:
-        total = linear_cross_entropy(vocabulary, logits, own_weight, bias, targets, valid, **more)
+        total = _sum_over_hidden(vocabulary, logits, own_weight, bias, targets, valid)
     if reduction == "sum":
         return total
     if num_items is None:
@@ -174,16 +175,7 @@ def causal_lm_loss(
     return total / (check_amount("num_items", num_items) or 1)
 
 
-def _sum_over_logits(
-    logits: Any,
-    targets: Tensor,
-    valid: Tensor,
-    ignore_index: int,
-    softcap: float | None,
-    *,
-    z_loss: float,
-    label_smoothing: float,
-) -> Tensor:
+def _sum_over_logits(vocabulary: Vocabulary, logits: Any, targets: Tensor, valid: Tensor, ignore_index: int) -> Tensor:
     """Return the sum of the losses from logits (..., T, V)."""
     is_sharded = hasattr(logits, "full_tensor")
     own = logits.to_local() if is_sharded else logits
@@ -192,19 +184,83 @@ def _sum_over_logits(
     x, ignored = own.to(compute_dtype(logits.dtype)), ~valid.unsqueeze(-1)
     x = x.masked_fill(ignored, 0.0) if x.dtype == logits.dtype else x.masked_fill_(ignored, 0.0)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
+    if vocabulary.softcap is not None:
+        x = vocabulary.softcap * torch.tanh(x / vocabulary.softcap)
     x = _as_sharded(x, logits) if is_sharded else x
     total: Any = F.cross_entropy(x, targets, ignore_index=ignore_index, reduction="sum")
     total = total.to_local() if is_sharded else total
-    if not (z_loss or label_smoothing):
+    if not (vocabulary.z_loss or vocabulary.smoothing):
         return total
     lse: Any = torch.logsumexp(x, 1)
-    each = z_loss * lse.square()
-    if label_smoothing:
-        each = each + label_smoothing * (lse - x.mean(1))
+    each = vocabulary.z_loss * lse.square()
+    if vocabulary.smoothing:
+        each = each + vocabulary.smoothing * (lse - x.mean(1))
     each = each.full_tensor() if is_sharded else each
-    return (1 - label_smoothing) * total + each.where(valid.reshape(-1), 0.0).sum()
+    return (1 - vocabulary.smoothing) * total + each.where(valid.reshape(-1), 0.0).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Return the sum over N rows of the losses of their targets.
+
+    ::
+
+        x [N, D]   weight [v, D]   bias [v]   targets [N]      v of the V rows of the vocabulary, those of this rank
+
+        loss  = lse - (1 - s) z_t - s mean(z) + k lse^2         z [n, v] of a block of n rows, s smoothing, k z_loss
+        dz    = (1 + 2 k lse) softmax(z) - (1 - s) [t] - s / V
+        dx    = dz @ weight      dweight = dz.T @ x      dbias = sum dz
+
+    The forward has z at hand, so it computes the gradients; the backward multiplies them by the incoming number, in
+    place. To compute z again there would cost a third of the products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, vocabulary: Vocabulary, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        smoothing, share = vocabulary.smoothing, vocabulary.smoothing / vocabulary.size
+        ctx.call, ctx.witnesses = "causal_lm_loss", [x, weight, *([] if bias is None else [bias])]
+        with without_autocast(x):
+            x, weight, bias = vocabulary.factors(x, weight, bias)
+            gradients = Gradients(ctx.needs_input_grad[1:4], x, weight, bias)
+            losses = torch.empty(len(x), dtype=compute_dtype(x.dtype), device=x.device)
+            for block in vocabulary.blocks(x):
+                z = vocabulary.logits(x[block], weight, bias)
+                slope = vocabulary.slope(z) if gradients.are_needed else None
+                sums = vocabulary.sums(z, targets[block], total=smoothing > 0)
+                log_mass = sums.mass.log()
+                lse = log_mass + sums.largest
+                losses[block] = log_mass - (1 - smoothing) * sums.picked
+                losses[block] += vocabulary.z_loss * lse.square() - share * sums.total
+                if gradients.are_needed:
+                    z.mul_(((1 + 2 * vocabulary.z_loss * lse) / sums.mass)[:, None]).sub_(share)
+                    vocabulary.pick_(z, targets[block], torch.full_like(lse, smoothing - 1))
+                    gradients.add(block, z if slope is None else z.mul_(slope), x, weight)
+            ctx.gradients = gradients.finished(vocabulary)
+        return losses.sum(dtype=torch.float64 if has_float64(x.device) else None).to(losses.dtype)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            fix = "Its gradients are computed in the forward and given away, so retain_graph has no effect."
+            raise RuntimeError(expected("causal_lm_loss", "one backward", Words("another"), fix))
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = (None if each is None else each.mul_(grad) for each in gradients)
+        dtypes = [tensor.dtype for tensor in ctx.witnesses]
+        found = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, [*dtypes, torch.float32])]
+        return None, *found, None
+
+
+@functools.partial(not_compiled, reason=OF_ROWS)
+def _sum_over_hidden(
+    vocabulary: Vocabulary, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, valid: Tensor
+) -> Tensor:
+    """Return the sum of the losses of the ``targets`` (..., T) that are ``valid``, from ``hidden`` (..., T, D)."""
+    x = hidden.flatten(0, -2)[valid.flatten()]
+    if not torch.is_grad_enabled():
+        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    return _LinearCrossEntropy.apply(vocabulary, x, weight, bias, targets[valid])
 
 
 def _check_shards(logits: Any) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
-from ...errors import check_int, check_temperature, first_order_only
+from ...errors import check_int, check_positive, check_temperature, first_order_only
 from ..arguments import completed
 from ..rows import compute_dtype
 from .causal_lm import causal_lm_loss
-from .linear_cross_entropy import OF_ROWS
-from .vocabulary import Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
+from .vocabulary import OF_ROWS, Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Return the log-probabilities (N,) of the targets of rows, and the entropies (N,) of the rows, or None.
+    """Return the log-probabilities of the targets of N rows, and on request the entropies of the rows: (1 or 2, N).
 
     ::
 
@@ -32,14 +31,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        vocabulary: Vocabulary,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        has_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, vocabulary: Vocabulary, x: Tensor, weight: Tensor, bias: Any, targets: Tensor, has_entropy: bool
+    ) -> Tensor:
         ctx.call, ctx.vocabulary, given = "token_log_probs", vocabulary, (x, weight, bias)
         with without_autocast(x):
             x, weight, bias = vocabulary.factors(*given)
@@ -50,11 +43,11 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropy = log_mass - sums.moment / sums.mass
                 found[:, block] = torch.stack([sums.picked - log_mass, entropy, sums.largest, log_mass])
         ctx.save_for_backward(*given, targets, found)
-        return found[0].clone(), found[1].clone() if has_entropy else None
+        return found[: 1 + has_entropy].clone()
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *given, targets, (_, entropy, largest, log_mass) = ctx.saved_tensors
         vocabulary, grad = ctx.vocabulary, grad / ctx.vocabulary.temperature
         with without_autocast(targets):
@@ -62,44 +55,14 @@ class _LinearLogProbs(torch.autograd.Function):
             gradients, x = Gradients(ctx.needs_input_grad[1:4], *factors), factors[0]
             for block in vocabulary.blocks(x):
                 z = vocabulary.logits(x[block], *factors[1:])
-                slope, amount = vocabulary.slope(z), grad[block, None]
+                slope, amount = vocabulary.slope(z), grad[0, block, None]
                 z.sub_(largest[block, None]).sub_(log_mass[block, None])
-                if grad_entropy is not None:
-                    amount = amount + grad_entropy[block, None] / vocabulary.temperature * (z + entropy[block, None])
-                z = vocabulary.pick_(z.exp_().mul_(amount).neg_(), targets[block], grad[block])
+                if len(grad) == 2:
+                    amount = amount + grad[1, block, None] * (z + entropy[block, None])
+                z = vocabulary.pick_(z.exp_().mul_(amount).neg_(), targets[block], grad[0, block])
                 gradients.add(block, z if slope is None else z.mul_(slope), *factors[:2])
             found = gradients.finished(vocabulary)
         return None, *(None if each is None else each.to(one.dtype) for each, one in zip(found, given)), None, None
-
-
-@overload
-def token_log_probs(
-    hidden: Tensor,
-    tokens: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    return_entropy: Literal[False] = False,
-    ignore_index: int = -100,
-    validate_args: bool = True,
-) -> Tensor: ...
-
-
-@overload
-def token_log_probs(
-    hidden: Tensor,
-    tokens: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    return_entropy: Literal[True],
-    ignore_index: int = -100,
-    validate_args: bool = True,
-) -> tuple[Tensor, Tensor]: ...
 
 
 @functools.partial(not_compiled, reason=OF_ROWS)
@@ -115,7 +78,7 @@ def token_log_probs(
     return_entropy: bool = False,
     ignore_index: int = -100,
     validate_args: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     r"""Return the log-probability of each token from the hidden state that predicts it, without the logits.
 
     Equal to ``F.linear(hidden, weight, bias).div(temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]``.
@@ -128,11 +91,12 @@ def token_log_probs(
             ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
         tokens: (..., T) token indices; ``ignore_index`` where none is needed, as in the prompt: it is not projected.
         temperature: > 0, of the sampling. The logits are divided by it, after the soft cap.
-        return_entropy: whether to return the entropies of the distributions over tokens too, with their gradient.
+        return_entropy: whether to return the entropies of the distributions over tokens too, with their gradient, as in
+            ``log_probs, entropy = token_log_probs(..., return_entropy=True)``.
         ignore_index: the token that is not needed.
 
     Returns:
-        (..., T), float32, or float64 for float64 tensors; 0 for ``ignore_index``. With ``return_entropy`` both.
+        (..., T), float32, or float64 for float64 tensors; 0 for ``ignore_index``. With ``return_entropy`` (2, ..., T).
 
     Raises:
         TypeError: for tensors that are not floating-point, tokens that are not integers, other DTensors.
@@ -151,14 +115,17 @@ def token_log_probs(
         tensor([[-1.3863,  0.0000]])
     """
     check_temperature(temperature)
+    if softcap is not None:
+        check_positive("softcap", softcap)
     check_int("ignore_index", ignore_index)
-    vocabulary, weight, bias = read_head("token_log_probs", hidden, weight, bias, softcap, temperature)
+    settings = {"softcap": softcap, "temperature": temperature}
+    vocabulary, weight, bias = read_head("token_log_probs", hidden, weight, bias, **settings)
     targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)
     valid = targets != ignore_index
     if validate_args:
         check_range("tokens", targets, valid, vocabulary.size, f"ignore_index={ignore_index}")
     x = hidden.flatten(0, -2)[valid.flatten()]
     found = _LinearLogProbs.apply(vocabulary, x, weight, bias, targets[valid], return_entropy)
-    zeros = torch.zeros(tokens.shape, dtype=found[0].dtype, device=hidden.device)
-    log_probs, *entropy = (zeros.masked_scatter(valid, each) for each in found if each is not None)
-    return (log_probs, *entropy) if return_entropy else log_probs  # type: ignore[return-value]
+    filled = found.new_zeros(len(found), *tokens.shape)
+    filled = filled.masked_scatter(valid.expand_as(filled), found)
+    return filled if return_entropy else filled[0]

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from ...distributed.exchange import Exchange
 from ...distributed.torch_private import is_sharded_by_fsdp
-from ...errors import Words, check_positive, check_tensor, expected
+from ...errors import Words, check_tensor, expected
 from ..rows import check_device, check_values, compute_dtype, is_integer
 
 WHOLE = "Use full_tensor(), or to_local() where each rank holds whole sequences."
+OF_ROWS = (
+    "the number of tokens that count is known only when it runs, so it runs eagerly. Compile without fullgraph=True"
+)
 LEAST_ROWS = 256  # of a block: fewer would read the weight more often than the products take
 
 
@@ -36,11 +39,13 @@ class Sums(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """How logits follow from hidden states, and which rows of the vocabulary this rank has."""
+    """How logits follow from hidden states, what a loss adds, and which rows of the vocabulary this rank has."""
 
     size: int  # V
     softcap: float | None = None  # c
     temperature: float = 1.0  # tau
+    z_loss: float = 0.0
+    smoothing: float = 0.0
     exchange: Exchange | None = None  # between the ranks that share the vocabulary
     first: int = 0  # the first row of this rank
 
@@ -165,45 +170,39 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def read_head(
-    call: str, hidden: Any, weight: Any, bias: Any, softcap: float | None, temperature: float = 1.0
+    call: str, hidden: Any, weight: Any, bias: Any, **settings: Any
 ) -> tuple[Vocabulary, Tensor, Tensor | None]:
     """Return how logits follow from hidden states, and this rank's weight and bias, or raise TypeError or ValueError.
 
     The gradients of these reach DTensors. ``call`` heads the error of a collective that fails.
     """
-    check_tensor("hidden", hidden)
-    check_tensor("weight", weight)
-    check_values("hidden", hidden)
-    if hasattr(hidden, "full_tensor"):
-        raise TypeError(expected("hidden", "a plain tensor", Words("a DTensor"), WHOLE))
-    for name, tensor in ("hidden", hidden), ("weight", weight):
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(expected(name, "a floating-point tensor", tensor))
+    check_values("hidden", hidden)
+    is_sharded = hasattr(weight, "full_tensor")
+    if hasattr(hidden, "full_tensor"):
+        raise TypeError(expected("hidden", "a plain tensor", Words("a DTensor"), WHOLE))
     if hidden.ndim < 2 or hidden.shape[-1] == 0:
         raise ValueError(expected("hidden", "shape (..., T, D) with D >= 1", hidden))
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         what = f"shape (V, {hidden.shape[-1]}) with V >= 1, for hidden states of that width"
         raise ValueError(expected("weight", what, weight, "Pass the weight of the last layer, such as lm_head.weight."))
-    if bias is not None:
-        check_tensor("bias", bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(expected("bias", f"shape ({len(weight)},), that of a row for each token", bias))
-        if hasattr(bias, "full_tensor") != hasattr(weight, "full_tensor"):
-            raise TypeError(expected("bias", f"a {type(weight).__name__}, as weight", Words(type(bias).__name__)))
-    if softcap is not None:
-        check_positive("softcap", softcap)
-    vocabulary = Vocabulary(len(weight), softcap, temperature)
-    if hasattr(weight, "full_tensor"):
-        exchange, first = _part_of(call, weight)
-        vocabulary = vocabulary._replace(exchange=exchange, first=first)
-        if bias is not None:
-            if (bias.device_mesh, bias.placements) != (weight.device_mesh, weight.placements):
-                raise TypeError(expected("bias", f"placements {weight.placements}, as weight", bias.placements))
-            bias = bias.to_local()
-        weight = weight.to_local()
-    check_device("weight", weight, hidden, "hidden")
-    if bias is not None:
-        check_device("bias", bias, hidden, "hidden")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(expected("bias", f"shape ({len(weight)},), that of a row for each token", bias))
+    if bias is not None and hasattr(bias, "full_tensor") != is_sharded:
+        raise TypeError(expected("bias", f"a {type(weight).__name__}, as weight", Words(type(bias).__name__)))
+    exchange, first = _part_of(call, weight) if is_sharded else (None, 0)
+    if is_sharded and bias is not None:
+        if (bias.device_mesh, bias.placements) != (weight.device_mesh, weight.placements):
+            raise TypeError(expected("bias", f"placements {weight.placements}, as weight", bias.placements))
+        bias = bias.to_local()
+    vocabulary = Vocabulary(len(weight), **settings, exchange=exchange, first=first)
+    weight = weight.to_local() if is_sharded else weight
+    for name in [*tensors][1:]:
+        check_device(name, tensors[name], hidden, "hidden")
     return vocabulary, weight, bias
 
 

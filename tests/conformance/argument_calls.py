@@ -305,7 +305,8 @@ def scores(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     labels = labels_of_all(given)
     hidden, whole = (normal(*labels.shape, 7).requires_grad_() for _ in range(2))
     (mine,), (states,) = own(labels), own(hidden)
-    found = torch.stack([*call(states, mine)]) if "return_entropy" in given else call(states, mine)[None]
+    found = call(states, mine)
+    found = found if "return_entropy" in given else found[None]
     logits, softcap = F.linear(whole, given["weight"], given.get("bias")), given.get("softcap")
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_probs = (logits / given.get("temperature", 1.0)).log_softmax(-1)

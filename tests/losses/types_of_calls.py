@@ -12,7 +12,6 @@ from fullrank import (
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
-    token_log_probs,
 )
 from fullrank.large import ShardedLoss
 from fullrank.losses import LossWithClasses, LossWithClassesAndStats, LossWithStats, pauc_at_budget, smooth_ap
@@ -29,9 +28,6 @@ def calls(x: Tensor, t: Tensor, flag: bool) -> None:
         assert_type(module.forward(x, t), Tensor)
     assert_type(SmoothAPLoss(1)(x, t, indexes=t), Tensor)
     assert_type(SmoothAPLoss(1)(x, t, indexes=t, return_per_class=True), LossWithClasses)
-
-    assert_type(token_log_probs(x, t, weight=x), Tensor)
-    assert_type(token_log_probs(x, t, weight=x, return_entropy=True), tuple[Tensor, Tensor])
 
     pauc = PAUCAtBudgetLoss(1)
     assert_type(pauc(x, t), Tensor)
