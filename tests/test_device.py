@@ -435,3 +435,23 @@ def test_a_ranking_loss_reads_its_checks_with_the_header(over_ranks: str) -> Non
                 call = "ShardedLoss" if name == "sharded" else "SmoothAPLoss"
                 assert f"RankValueError {call} failed on rank 1: {what}" in line, line
     assert over_ranks.count("unchanged True") == 6
+
+
+@only_simulated
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("name", ["causal_lm_loss", "token_log_probs"])
+def test_a_loss_of_hidden_states_waits_once(name: str, validates: bool) -> None:
+    """For the number of tokens that count, and once more to check them. The gradients are those of the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator) for shape in ((2, 7, 5), (11, 5), (11,))]
+    labels = torch.randint(0, 11, (2, 7), generator=generator).masked_fill(torch.arange(7) > 4, -100)
+    settings = {"z_loss": 0.1} if name == "causal_lm_loss" else {"return_entropy": True}
+    found = []
+    for device in ("cpu", DEVICE):
+        given, tokens = [leaf.detach().to(device).requires_grad_() for leaf in leaves], labels.to(device)
+        options = {"weight": given[1], "bias": given[2], "softcap": 2.0, "validate_args": validates, **settings}
+        with count() as counts:
+            getattr(fullrank, name)(given[0], tokens, **options).exp().sum().backward()
+        found.append([leaf.grad.cpu() for leaf in given])
+    assert counts.waits == 1 + validates, counts.report()
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -27,7 +27,17 @@ from ...kernels.documents import SHIFTED_DOCUMENTS, is_within, same_document
 from ..arguments import completed
 from ..base import DistributedLoss
 from ..rows import compute_dtype, has_float64, has_values
-from .vocabulary import OF_ROWS, WHOLE, Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
+from .vocabulary import (
+    OF_ROWS,
+    WHOLE,
+    Gradients,
+    Vocabulary,
+    check_labels,
+    check_range,
+    counted,
+    read_head,
+    without_autocast,
+)
 
 
 @completed(DistributedLoss)
@@ -257,10 +267,10 @@ def _sum_over_hidden(
     vocabulary: Vocabulary, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, valid: Tensor
 ) -> Tensor:
     """Return the sum of the losses of the ``targets`` (..., T) that are ``valid``, from ``hidden`` (..., T, D)."""
-    x = hidden.flatten(0, -2)[valid.flatten()]
+    x, targets, _ = counted(hidden, targets, valid)
     if not torch.is_grad_enabled():
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    return _LinearCrossEntropy.apply(vocabulary, x, weight, bias, targets[valid])
+    return _LinearCrossEntropy.apply(vocabulary, x, weight, bias, targets)
 
 
 def _check_shards(logits: Any) -> None:

@@ -13,7 +13,7 @@ from ...errors import check_int, check_positive, check_temperature, first_order_
 from ..arguments import completed
 from ..rows import compute_dtype
 from .causal_lm import causal_lm_loss
-from .vocabulary import OF_ROWS, Gradients, Vocabulary, check_labels, check_range, read_head, without_autocast
+from .vocabulary import OF_ROWS, Gradients, Vocabulary, check_labels, check_range, counted, read_head, without_autocast
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -124,8 +124,7 @@ def token_log_probs(
     valid = targets != ignore_index
     if validate_args:
         check_range("tokens", targets, valid, vocabulary.size, f"ignore_index={ignore_index}")
-    x = hidden.flatten(0, -2)[valid.flatten()]
-    found = _LinearLogProbs.apply(vocabulary, x, weight, bias, targets[valid], return_entropy)
-    filled = found.new_zeros(len(found), *tokens.shape)
-    filled = filled.masked_scatter(valid.expand_as(filled), found)
+    x, targets, places = counted(hidden, targets, valid)
+    found = _LinearLogProbs.apply(vocabulary, x, weight, bias, targets, return_entropy)
+    filled = found.new_zeros(len(found), valid.numel()).index_copy(1, places, found).unflatten(1, tokens.shape)
     return filled if return_entropy else filled[0]

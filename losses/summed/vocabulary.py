@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,7 @@ class Vocabulary(NamedTuple):
         It is float32 for half precision, except on a device that adds products of half precision in float32.
         """
         dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None], x.dtype)
-        kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        if dtype != torch.float64 and _has_autocast(kind := x.device.type):
             dtype = torch.get_autocast_dtype(kind)
         if not _adds_in_float32(x.device, dtype):
             dtype = compute_dtype(dtype)
@@ -151,7 +150,11 @@ class Gradients:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which products have the dtype of their factors."""
-    return torch.autocast(x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu", enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if _has_autocast(x.device.type) else nullcontext()
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -248,3 +251,9 @@ def check_range(name: str, targets: Tensor, valid: Tensor, size: int, ignored: s
     if bool(bad.any()):
         what = f"token indices in [0, {size}) or {ignored}"
         raise ValueError(expected(name, what, int(targets[bad][0]), "Give padding the label ignore_index."))
+
+
+def counted(hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows (N, D) that are ``valid``, their targets and places; the host waits once, for their number."""
+    places = valid.flatten().nonzero()[:, 0]
+    return hidden.flatten(0, -2).index_select(0, places), targets.flatten().index_select(0, places), places
