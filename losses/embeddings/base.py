@@ -92,7 +92,10 @@ class ContrastiveLoss(HoldsQueue):
     def _queued_columns(self, like: Columns) -> list[Columns]:
         """Return the rows of the queue that this call uses, in the dtypes of ``like``; an empty list without any."""
         queued = self._queued_rows()
-        return [] if queued is None else [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels))]
+        if queued is None:
+            return []
+        offsets = None if queued.sample_weight is None else queued.sample_weight.log().to(like.rows)
+        return [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels), offsets=offsets)]
 
     def _gradient_of_given(self, side: Side, factor: int) -> Tensor | None:
         """Return ``factor`` times the gradient of the rows that the caller passed; None if it is not needed."""
@@ -192,6 +195,7 @@ class Columns(NamedTuple):
     labels: Any = None  # [N]
     guide: Any = None  # [N, G] of another model; of fewer if only the first rows have it
     weight: Tensor | None = None  # [N]
+    offsets: Tensor | None = None  # [N] added to the scores of a candidate
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -237,12 +241,13 @@ class Side:
     def compare(self, normalize: bool) -> None:
         """Set the columns as they are compared, in the dtype of the computation."""
         stay = self.live.rows is None
-        rows, labels, guide, weight = self.own if stay else self.live
-        rows = unit_rows(rows) if normalize else rows.to(compute_dtype(rows.dtype))
-        guide = None if guide is None else unit_rows(guide)
+        columns = self.own if stay else self.live
+        rows = unit_rows(columns.rows) if normalize else columns.rows.to(compute_dtype(columns.rows.dtype))
+        guide = None if columns.guide is None else unit_rows(columns.guide)
         begin = 0 if stay else self.first
         place = slice(begin, begin + len(self.own.rows))
-        self.candidates = Columns(rows, labels, guide, weight)
+        offsets = None if columns.offsets is None else columns.offsets.to(rows)
+        self.candidates = columns._replace(rows=rows, guide=guide, offsets=offsets)
         self.anchors = self.own._replace(rows=rows[place], guide=None if guide is None else guide[place])
 
 

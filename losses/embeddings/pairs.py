@@ -16,7 +16,7 @@ from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
-from ...errors import Words, check_amount, check_positive, check_temperature, expected
+from ...errors import Words, check_amount, check_positive, check_temperature, check_tensor, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, weight_of_rows, weight_unit
@@ -24,7 +24,8 @@ from .base import Columns, ContrastiveLoss, Learned, Side, anchors_at_once, chec
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
-_TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as they travel
+_TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries", "offsets of keys"  # as they travel
+_OF_NEGATIVES = "negatives", "negative_labels", "mask of negatives", "weight", "offsets of negatives"  # their columns
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
@@ -110,12 +111,14 @@ class PairLoss(ContrastiveLoss):
         negatives: Tensor | None = None,
         *,
         labels: Tensor | None = None,
+        negative_labels: Tensor | None = None,
         mask: Sequence[Tensor] | None = None,
+        offsets: Sequence[Tensor] | None = None,
         sample_weight: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of the pairs of all ranks, a scalar.
 
-        Each of ``negatives``, ``labels``, ``mask`` and ``sample_weight`` is passed on every rank or on none.
+        Each argument after ``keys`` is passed on every rank or on none.
 
         Args:
             queries: (N, D) of this rank; N may differ between ranks and may be 0.
@@ -123,11 +126,16 @@ class PairLoss(ContrastiveLoss):
             negatives: (M, D) or (N, K, D), hard negatives: further candidates of the queries of all ranks, with a
                 gradient. M may differ between ranks and may be 0. They do not enter the queue.
             labels: (N,) or (N, 1) integers or bools. Pairs with the same label, on any rank or in the queue, are no
-                negatives of each other: they are left out. -100 is no label. Negatives have none.
+                negatives of each other: they are left out. -100 is no label.
+            negative_labels: (M,) or (N, K), next to ``labels``: a negative is left out for the queries of its label.
             mask: embeddings of a guide, another model that tells false negatives: of the queries (N, G), of the keys
                 (N, G) and, with ``negatives``, of those, in their shape. A candidate is left out for a query if the
                 guide finds it at least as similar (cosine) as the key of the query. Keys of the queue have no guide and
                 stay. A guide that is not finite makes the loss NaN on every rank.
+            offsets: constants to add to the scaled similarities of candidates: of the keys (N,) and, with
+                ``negatives``, of those, (M,) or (N, K). o weighs a candidate by exp(o), and -inf leaves it out. Minus
+                the logarithm of how often it is drawn gives a sampled softmax. The queue holds the offsets of its keys.
+                With ``symmetric`` the queries have none.
             sample_weight: (N,) >= 0, of the pairs in the mean. All keys stay candidates.
         """
         call, group = type(self).__name__, self._resolve_group()
@@ -140,7 +148,7 @@ class PairLoss(ContrastiveLoss):
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             if self.logit_scale is None:
                 check_temperature(self._temperature)
-            sides = self._checked_sides(given, labels, mask, group)
+            sides = self._checked_sides(given, labels, negative_labels, mask, offsets, group)
             of_queries, of_keys, *further = sides
             for item in learned:
                 if not item.parameter.is_meta:
@@ -158,10 +166,10 @@ class PairLoss(ContrastiveLoss):
                     facts[f"{item.name} is sharded"] = item.is_sharded
                     totals.append(0.0 if item.is_sharded else item.parameter.detach())
                 for side in further:
-                    facts["negatives"] = describe_rows(side.own.rows)
-                    facts |= {} if mask is None else {"mask of negatives": describe_rows(side.own.guide)}
+                    for name, column in zip(_OF_NEGATIVES, side.own):
+                        facts |= {} if column is None else {name: describe_rows(column)}
             rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
-            tensors = of_keys.own.rows, rows, of_keys.own.labels, of_keys.own.guide, guide
+            tensors = of_keys.own.rows, rows, of_keys.own.labels, of_keys.own.guide, guide, of_keys.own.offsets
             count = len(of_keys.own.rows)
             return Offer((sides, weight), facts, count, totals, checksum, check, tensors, _TENSORS)
 
@@ -174,9 +182,9 @@ class PairLoss(ContrastiveLoss):
         of_queries, of_keys, *further = sides
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
-                rows, rows_of_queries, all_labels, guide, guide_of_queries = gather_after(call, exchange.group, agreed)
-                of_keys.gather(exchange, agreed.rows, Columns(rows, all_labels, guide))
-                of_queries.gather(exchange, agreed.rows, Columns(rows_of_queries, all_labels, guide_of_queries))
+                rows, of_back, all_labels, guide, guide_of_queries, added = gather_after(call, exchange.group, agreed)
+                of_keys.gather(exchange, agreed.rows, Columns(rows, all_labels, guide, offsets=added))
+                of_queries.gather(exchange, agreed.rows, Columns(of_back, all_labels, guide_of_queries))
                 for side in further:
                     side.gather(exchange, (*map(int, numbers),))
 
@@ -197,7 +205,9 @@ class PairLoss(ContrastiveLoss):
                 fix = "Pass another view as keys, or rows and labels to SupConLoss."
                 self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
             if self._enqueues:
-                self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels)
+                added = of_keys.candidates.offsets
+                weights = None if added is None else added.double().exp()  # float64, so that few underflow
+                self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels, sample_weight=weights)
             if self._hints.should_observe(self, loss) and group is not None:
                 self._hints.observe_ranks(agreed.rows, [of_keys.live.rows, of_queries.live.rows])
                 self._hints.observe_labels(agreed.rows, of_keys.live.labels)
@@ -214,11 +224,13 @@ class PairLoss(ContrastiveLoss):
         self,
         given: Mapping[str, Tensor],
         labels: Tensor | None,
+        negative_labels: Tensor | None,
         mask: Sequence[Tensor] | None,
+        offsets: Sequence[Tensor] | None,
         group: ProcessGroup | None,
     ) -> list[Side]:
         """Return the queries, the keys, and the negatives if there are any, of this rank."""
-        check_not_gathered(group, **given, **({} if labels is None else {"labels": labels}))
+        check_not_gathered(group, **given, labels=labels, negative_labels=negative_labels)
         keys, negatives = given["keys"], given.get("negatives")
         if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
             fix = "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
@@ -235,22 +247,29 @@ class PairLoss(ContrastiveLoss):
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
         if labels is not None:
             labels = checked_labels(labels, queries, "queries")
-        if mask is not None and (not isinstance(mask, (tuple, list)) or len(mask) != len(given)):
-            got = Words(f"{len(mask)} of them" if isinstance(mask, (tuple, list)) else f"a {type(mask).__name__}")
-            raise TypeError(expected("mask", f"a tuple of embeddings of a guide, of {', '.join(given)}", got))
+        if negative_labels is not None:
+            if labels is None or negatives is None:
+                raise ValueError(expected("negative_labels", "None without labels and negatives", negative_labels))
+            negative_labels = _of_rows("negative_labels", negative_labels, negatives, "negatives")
+            negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives")
+        _check_parts("mask", mask, "embeddings of a guide", [*checked])
+        _check_parts("offsets", offsets, "numbers", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
+            guide, added = None, None
             if name != "queries":
                 check_like(name, rows, queries, "queries")
-            guide = None
+                if offsets is not None:
+                    added = _of_rows(f"offsets of {name}", offsets[place - 1], given[name], name)
+                    if added.ndim > 1 or not added.is_floating_point():
+                        kind = ValueError if added.is_floating_point() else TypeError
+                        raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
             if mask is not None:
                 check_not_gathered(group, mask=mask[place])
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
-                if len(guide) != len(rows):
-                    raise ValueError(expected(f"mask of {name}", f"{len(rows)} rows, as {name}", guide))
-                check_device(f"mask of {name}", guide, rows, name)
+                _of_rows(f"mask of {name}", guide, rows, name)
                 check_like(f"mask of {name}", guide, sides[0].own.guide if sides else guide, "the mask of queries")
-            own = Columns(rows, None if name == "negatives" else labels, guide)
+            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, offsets=added)
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
         return sides
 
@@ -273,7 +292,12 @@ class PairLoss(ContrastiveLoss):
             side.candidates = side.candidates._replace(labels=labels)
             columns.append(side.candidates)
         queries.candidates = queries.candidates._replace(labels=keys.candidates.labels)
-        candidates, limit = joined(columns + self._queued_columns(keys.candidates)), None
+        columns += self._queued_columns(keys.candidates)
+        if any(part.offsets is not None for part in columns):
+            for place, part in enumerate(columns):
+                if part.offsets is None:
+                    columns[place] = part._replace(offsets=part.rows.new_zeros(len(part.rows)))
+        candidates, limit = joined(columns), None
         if candidates.guide is not None:
             # The same similarity is rounded differently in other blocks, so that without a tolerance copies of a key
             # would be left out on some ranks alone.
@@ -322,14 +346,15 @@ class PairLoss(ContrastiveLoss):
 
     def _block_loss(self, scores: Tensor, place: slice, direction: _Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
-        _, labels, guide, _ = direction.anchors.anchors
-        others, least = direction.candidates, lowest(scores)
+        own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
+        if others.offsets is not None:
+            scores.add_(others.offsets)
         diagonal, weight = scores.diagonal(direction.anchors.first + place.start), direction.weight[place]
         positives = diagonal.clone()  # [b]
-        if labels is not None:
-            scores.masked_fill_(labels[place, None] == others.labels, least)
+        if own.labels is not None:
+            scores.masked_fill_(own.labels[place, None] == others.labels, least)
         if direction.limit is not None:
-            similar = guide[place] @ others.guide.t() >= direction.limit[place, None]
+            similar = own.guide[place] @ others.guide.t() >= direction.limit[place, None]
             scores[:, : len(others.guide)].masked_fill_(similar, least)
         diagonal.fill_(least)
         losses, of_positives = self._terms(scores, positives, weight.to(scores))
@@ -352,3 +377,24 @@ class PairLoss(ContrastiveLoss):
 def _flattened(rows: Tensor) -> Tensor:
     """Return (N, K, D) as (N K, D), and everything else as it is."""
     return rows.flatten(0, 1) if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 else rows
+
+
+def _check_parts(name: str, values: Sequence[Tensor] | None, what: str, of: Sequence[str]) -> None:
+    """Raise TypeError unless ``values`` are None, or a tuple with one tensor for each name in ``of``."""
+    if values is not None and (not isinstance(values, (tuple, list)) or len(values) != len(of)):
+        got = Words(f"{len(values)} of them" if isinstance(values, (tuple, list)) else f"a {type(values).__name__}")
+        raise TypeError(expected(name, f"a tuple of {what}, of {', '.join(of)}", got))
+
+
+def _of_rows(name: str, values: Tensor, given: Tensor, rows_name: str) -> Tensor:
+    """Return the constants ``values`` of the rows ``given``, of which (N, K, D) are flattened with them, or raise."""
+    check_tensor(name, values)
+    if given.ndim == 3 and values.shape[:2] == given.shape[:2]:
+        values = values.flatten(0, 1)
+    count = given.shape[:-1].numel()
+    if values.ndim == 0 or len(values) != count:
+        raise ValueError(expected(name, f"{count} rows, as {rows_name}", values))
+    if values.requires_grad:
+        raise ValueError(expected(name, "constants", Words("a tensor with a gradient"), f"Detach the {name}."))
+    check_device(name, values, given, rows_name)
+    return values

@@ -70,13 +70,19 @@ OF_CALLS: dict[str, Any] = {
     "indexes": lambda rows: torch.arange(len(rows)) % 3,
     "negatives": of_rows(8, 1),
     "labels": lambda rows: torch.arange(len(rows)) % 5,
+    "negative_labels": lambda rows: torch.arange(len(rows)) % 3,
+    "offsets": lambda rows: (random_share(rows).log(),),
     "mask": lambda rows: (of_rows(3, 2)(rows), of_rows(3, 3)(rows)),
     "reference": lambda rows: rows.flip(0) + 0.1,
     "reference_labels": lambda rows: torch.arange(len(rows)) % 5,
     "return_per_class": True,
     "return_diagnostics": True,
 }
-TOGETHER = "reference", "reference_labels"  # of which one without the other is refused
+# Those without which one is refused.
+TOGETHER = {
+    **dict.fromkeys(("reference", "reference_labels"), ("reference", "reference_labels")),
+    "negative_labels": ("negatives", "labels"),
+}
 
 
 class Case(NamedTuple):
@@ -121,8 +127,8 @@ class Case(NamedTuple):
             call.pop(self.argument, None)
             if is_changed:
                 call[self.argument] = self.value(x) if callable(self.value) else self.value
-            if is_changed and self.argument in TOGETHER:
-                call |= {name: OF_CALLS[name](x) for name in TOGETHER}
+            if is_changed or self.argument == "negative_labels":
+                call |= {name: OF_CALLS[name](x) for name in TOGETHER.get(self.argument, ())}
         elif self.argument == "weighting":
             call["sample_weight"] = OF_CALLS["sample_weight"](x)
         elif self.argument == "mask_margin":

@@ -36,11 +36,11 @@ KINDS: dict[str, Callable[..., Any]] = {
     "dot": partial(InfoNCELoss, 0.2, symmetric=True, normalize=False),
     "sup_con": partial(SupConLoss, 0.2, queue_size=14),
 }
-ALL = "negatives", "labels", "mask", "weight"
+ALL = "negatives", "labels", "mask", "weight", "negative_labels", "offsets"
 LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
 Given = dict[str, Any]  # arguments of a call
-Queue = tuple[Tensor, Tensor]  # rows and labels
-NO_ROWS: Queue = torch.zeros(0, 4, dtype=torch.float64), LABELS[:0]
+Queue = tuple[Tensor, Tensor, Tensor]  # rows, labels and offsets
+NO_ROWS: Queue = torch.zeros(0, 4, dtype=torch.float64), LABELS[:0], torch.zeros(0, dtype=torch.float64)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -68,6 +68,11 @@ def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 1
             given["negatives"] = normal(further, 4, seed=next(seeds))
         if "labels" in names and step != 1:
             given["labels"] = labels[:count]
+            if "negative_labels" in names:
+                given["negative_labels"] = labels.roll(-2)[:further]
+        if "offsets" in names and step != 1:
+            given["offsets"] = tuple(normal(size, seed=next(seeds)).detach() for size in sizes[1:])
+            given["offsets"][-1][0 if step == 4 else 1 : 2] = -math.inf if "negatives" in names else 1.0
         if "mask" in names:
             given["mask"] = tuple(normal(size, 3, seed=next(seeds)).detach() for size in sizes)
     if "weight" in names:
@@ -95,7 +100,8 @@ def left_out(given: Given, guides: tuple[Tensor, Tensor], second: int, of_queue:
     count = len(given["keys"])
     found = torch.zeros(count, count + second + len(of_queue), dtype=torch.bool)
     if "labels" in given:
-        others = torch.cat([given["labels"], torch.full((second,), -100), of_queue])
+        of_negatives = given.get("negative_labels", torch.full((second,), -100))[:second]
+        others = torch.cat([given["labels"], of_negatives, of_queue])
         found |= (given["labels"][:, None] == others) & (others != -100)
     if "mask" in given:
         least = F.cosine_similarity(*given["mask"][:2]) - MARGIN
@@ -111,6 +117,8 @@ def of_pairs(loss: Any, given: Given, queue: Queue, scale: Tensor, bias: Tensor 
     first, second, third = (*given.get("mask", ()), *[torch.zeros(0, 3, dtype=torch.float64)] * 3)[:3]
     among_keys = left_out(given, (first, torch.cat([second, third])), len(negatives), queue[1])
     scores, places = scale * queries @ torch.cat([keys, negatives, queue[0]]).T, torch.arange(len(keys))
+    zeros = torch.zeros(len(keys) + len(negatives), dtype=torch.float64)
+    scores = scores + torch.cat([*given.get("offsets", [zeros]), queue[2]])
     if bias is not None:
         signs = 2 * torch.eye(*scores.shape, dtype=torch.float64) - 1
         values = -F.logsigmoid(signs * (scores + bias)).masked_fill(among_keys, 0).sum(dim=1)
@@ -146,7 +154,8 @@ def enqueued(loss: Any, given: Given, queue: Queue) -> Queue:
     rows = given.get("keys", given.get("reference", given.get("embeddings")))
     labels = given.get("reference_labels", given.get("labels", torch.full((len(rows),), -100)))
     live = slice(None) if "keys" in given else labels != -100
-    new = unit(rows.detach()[live]), labels[live]
+    offsets = given.get("offsets", [torch.zeros(len(rows), dtype=torch.float64)])[0]
+    new = unit(rows.detach()[live]), labels[live], offsets[live]
     return (*(torch.cat(both)[-loss.queue_size :] for both in zip(queue, new)),)
 
 
@@ -184,8 +193,10 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
         for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels"}:
             if (name, kind) != ("labels", "sup_con"):
                 left = {other: rows for other, rows in given.items() if not other.startswith(name)}
-                if name == "negatives" and "mask" in left:
-                    left["mask"] = left["mask"][:2]
+                if name == "negatives":
+                    left = {other: rows for other, rows in left.items() if other != "negative_labels"}
+                    sizes = {"mask": 2, "offsets": 1}
+                    left |= {other: left[other][:size] for other, size in sizes.items() if other in left}
                 others.append((left, queue))
         others += [(joined(parts, lambda rows, views: rows.repeat(views)), queue)] * ("views" in names)
         for other, rows in others if step < 3 else ():
@@ -195,7 +206,7 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
     return queue
 
 
-OF_PAIRS = ((), ("negatives",), ("labels",), ("mask",), ("mask", "negatives"), ("weight",), ALL)
+OF_PAIRS = ((), ("negatives",), ("labels",), ("mask",), ("mask", "negatives"), ("weight",), ("offsets",), ALL)
 OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("reference", "views", "weight"))
 ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for names in OF_PAIRS]
 ARGUMENTS += [("dot", ()), ("dot", ("weight",)), *(("sup_con", names) for names in OF_LABELS)]
@@ -508,7 +519,7 @@ def test_what_is_not_finite_makes_the_loss_nan_on_every_rank(rank: int, kind: st
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @on_ranks()
 def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None:
-    """Through pooled_backward, with three columns and labels; the learned scale and bias belong to the model."""
+    """Through pooled_backward, three columns, labels and offsets; the learned scale and bias belong to the model."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -526,8 +537,9 @@ def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None
     reference, model = Encoder(), Encoder()
     reference.contrast.gather_distributed = False
 
-    def loss_of(contrast: nn.Module, columns: Tensor, labels: Tensor) -> Tensor:
-        return contrast(columns[:, 0], columns[:, 1], columns[:, 2:], labels=labels)
+    def loss_of(contrast: nn.Module, columns: Tensor, labels: Tensor, is_plain: bool = False) -> Tensor:
+        more = {"negative_labels": labels[:, None] - 1, "offsets": (labels.double(), -labels[:, None] / 3.0)}
+        return contrast(columns[:, 0], columns[:, 1], columns[:, 2:], labels=labels, **({} if is_plain else more))
 
     wrapped = wrap(model, wrapper)
     value = fullrank.pooled_backward(
@@ -540,6 +552,7 @@ def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None
     expected.backward()
     assert_close(value, expected.detach(), **EXACT)
     assert_close(gradient(model), gradient(reference), **EXACT)
+    assert abs(loss_of(reference.contrast.eval(), reference(rows), labels, True) - expected) > 1e-3
 
 
 @on_ranks()
