@@ -6,6 +6,7 @@ from .composed.combined import CombinedLoss
 from .composed.warmup import LossWarmupWrapper
 from .embeddings.info_nce import InfoNCELoss
 from .embeddings.retrieval import RetrievalSmoothAPLoss, retrieval_smooth_ap
+from .embeddings.row_loss import Block, RowLoss
 from .embeddings.siglip import SigLIPLoss
 from .embeddings.sup_con import SupConLoss
 from .pooled.base import RankingLoss
@@ -23,6 +24,7 @@ from .summed.softmax_focal import SoftmaxFocalLoss, softmax_focal
 
 __all__ = [
     "BCEWithLogitsLoss",
+    "Block",
     "CombinedLoss",
     "CrossEntropyLoss",
     "DistributedLoss",
@@ -39,6 +41,7 @@ __all__ = [
     "RankingLoss",
     "RecallAtQuantileLoss",
     "RetrievalSmoothAPLoss",
+    "RowLoss",
     "SigLIPLoss",
     "SigmoidFocalLoss",
     "SmoothAPLoss",

@@ -112,7 +112,8 @@ _FORMS: tuple[Arguments, ...] = (
     lambda scores, targets: (scores[:, 0], targets),
 )
 # Where a loss has these arguments: with few rows the gradient of each is large enough to be compared.
-_SETTINGS = {"num_classes": CLASSES, "quantile": 0.3, "symmetric": True}
+_SETTINGS: dict[str, Any] = {"num_classes": CLASSES, "quantile": 0.3, "symmetric": True}
+_SETTINGS["function"] = lambda block: nn.functional.cross_entropy(block.scores, block.positives, reduction="none")
 
 
 def _kinds() -> dict[str, Callable[..., DistributedLoss]]:

@@ -289,6 +289,21 @@ OF_TORCH = "test_cross_entropy.py compares it with that of torch."
 CONTRASTIVE = {"reference": "test_contrast.py compares it, with a queue.", "graph": BY_VALUES}
 CONTRASTIVE["func"] = "Its backward communicates, which no transform of torch.func can."
 
+
+def of_block(block: losses.Block) -> Tensor:
+    """Return the cross-entropy of a block, of whose scores those of each guide and column are a part."""
+    more = [*block.columns.values(), *([] if block.guide is None else [block.guide])]
+    return nn.functional.cross_entropy(sum(more, block.scores), block.positives, reduction="none")
+
+
+def decoupled(block: losses.Block) -> Tensor:
+    """Return the loss of a block without the own key in the denominator."""
+    others = block.scores.scatter(1, block.positives[:, None], -INF)
+    return others.logsumexp(dim=1) - block.scores.gather(1, block.positives[:, None])[:, 0]
+
+
+OWN = {"function": of_block, **WARM}
+
 ROWS = (
     Loss(
         "smooth_ap",
@@ -462,6 +477,20 @@ ROWS = (
             "learn": Argument(True, [], [1]),
             "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"], among={"learn": True, "temperature": 0.02}),
             "mask_margin": MARGIN,
+        },
+        left_out={**CONTRASTIVE, "meta learned": READS_VALUES},
+    ),
+    Loss(
+        "row_loss",
+        "pairs",
+        losses.RowLoss,
+        forms={"": OWN, "learned": {**OWN, "learn_temperature": True}},
+        own={
+            "function": Argument(lambda: decoupled, [], [None, "mean"]),
+            "learn_temperature": Argument(False, [], [1]),
+            "max_logit_scale": Argument(
+                50.0, [0.0, NAN], ["100"], among={"learn_temperature": True, "temperature": 0.02}
+            ),
         },
         left_out={**CONTRASTIVE, "meta learned": READS_VALUES},
     ),

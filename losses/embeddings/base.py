@@ -7,9 +7,10 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -196,14 +197,17 @@ class Columns(NamedTuple):
     guide: Any = None  # [N, G] of another model; of fewer if only the first rows have it
     weight: Tensor | None = None  # [N]
     offsets: Tensor | None = None  # [N] added to the scores of a candidate
+    more: Mapping[str, Tensor] = MappingProxyType({})  # [N, ...] each, for the function of a RowLoss
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
     """Return the columns of ``parts``, one after another. Only the last parts may lack one that others have."""
     if len(parts) == 1:
         return parts[0]
-    columns = map(partial(filter, torch.is_tensor), zip(*parts))
-    return Columns(*[torch.cat(present) if (present := [*column]) else None for column in columns])
+    columns = map(partial(filter, torch.is_tensor), zip(*[part[:-1] for part in parts]))
+    fields: list[Any] = [torch.cat(present) if (present := [*column]) else None for column in columns]
+    fields.append({name: torch.cat([part.more[name] for part in parts]) for name in parts[0].more})
+    return Columns(*fields)
 
 
 @dataclass(slots=True)
@@ -234,8 +238,10 @@ class Side:
     def gather(self, exchange: Exchange, counts: tuple[int, ...], arrived: Columns | None = None) -> None:
         """Set the columns of all ranks, those that have ``arrived`` or else those of a collective."""
         if arrived is None:
-            own = {name: column for name, column in zip(Columns._fields, self.own) if column is not None}
-            arrived = Columns(**dict(zip(own, exchange.rows([*own.values()], counts))))
+            own = {name: column for name, column in self.own._asdict().items() if torch.is_tensor(column)}
+            rows = exchange.rows([*own.values(), *self.own.more.values()], counts)
+            columns: dict[str, Any] = dict(zip(own, rows))
+            arrived = Columns(**columns)._replace(more=dict(zip(self.own.more, rows[len(own) :])))
         self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.rank])
 
     def compare(self, normalize: bool) -> None:
@@ -268,20 +274,22 @@ def sum_of_blocks(
     needs: tuple[bool, bool, bool],
     block_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     bias: Tensor | None = None,
+    copies: int = 1,
 ) -> SumOfBlocks:
     r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j + b` and its gradients, in blocks of anchors.
 
     Anchors (n, D), candidates (K, D), the scale s and the bias b, None for 0, have one dtype. ``needs`` says which
     gradients to return: of the anchors, of the candidates, of the scale and the bias.
     ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the place of the block among the
-    anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K).
+    anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K). ``copies`` says how many
+    tensors (b, K) it holds, so that those of a block stay in bounds.
     """
     total = anchors.new_zeros((), dtype=torch.float64)
     scaled = anchors * scale
     grad_anchors = torch.zeros_like(anchors) if needs[0] else None
     grad_candidates = torch.zeros_like(candidates) if needs[1] else None
     grad_learned = [total.clone(), total.clone()][: 1 + (bias is not None)] if needs[2] else []
-    for place, scores in blocks_of_scores(scaled, candidates):
+    for place, scores in blocks_of_scores(scaled, candidates, copies=copies):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
         total += value
         if needs[0] or needs[2]:
@@ -297,21 +305,23 @@ def sum_of_blocks(
     return SumOfBlocks(total, grad_anchors, grad_candidates, grad_learned)
 
 
-def blocks_of_scores(anchors: Tensor, candidates: Tensor, fewest: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+def blocks_of_scores(
+    anchors: Tensor, candidates: Tensor, fewest: int | None = None, copies: int = 1
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory.
 
     A block has at least the ``fewest`` anchors, None for ``FEWEST_ANCHORS``, however many candidates (K, D) there are.
     """
-    step, memory = anchors_at_once(candidates, fewest), None
+    step, memory = anchors_at_once(candidates, fewest, copies), None
     for begin in range(0, len(anchors) if len(candidates) else 0, step):
         block = anchors[begin : begin + step]
         memory = block.new_empty(len(block), len(candidates)) if memory is None else memory[: len(block)]
         yield slice(begin, begin + len(block)), torch.mm(block, candidates.t(), out=memory)
 
 
-def anchors_at_once(candidates: Tensor, fewest: int | None = None) -> int:
+def anchors_at_once(candidates: Tensor, fewest: int | None = None, copies: int = 1) -> int:
     """Return how many anchors a block of :func:`blocks_of_scores` has."""
-    entries = costs_of(candidates.device).similarities_at_once
+    entries = costs_of(candidates.device).similarities_at_once // copies
     return max(FEWEST_ANCHORS if fewest is None else fewest, entries // max(1, len(candidates)))
 
 

@@ -21,8 +21,9 @@ class InfoNCELoss(PairLoss):
     .. math:: L = -\frac{1}{N} \sum_i \log \frac{\exp(x_{ii} / \tau)}{\sum_j \exp(x_{ij} / \tau)}
 
     Equal to ``F.cross_entropy(normalize(queries) @ normalize(keys).T / temperature, arange(N))`` in one process with
-    all pairs. The similarities of all pairs are never in memory together. The queue has keys, further candidates of the
-    queries: use those of an encoder that changes slowly, such as a momentum encoder.
+    all pairs. The similarities of all pairs are never in memory together. It is the case of :class:`~fullrank.RowLoss`
+    whose function is the cross-entropy of a block, faster, with the gradient written out. The queue has keys, further
+    candidates of the queries: use those of an encoder that changes slowly, such as a momentum encoder.
 
     Args:
         symmetric: average with the same loss of keys among the queries, as CLIP does; the queries then travel too.
@@ -69,11 +70,6 @@ class InfoNCELoss(PairLoss):
         of_temperature = temperature, learn_temperature, max_logit_scale, mask_margin
         super().__init__(*of_temperature, normalize, queue_size, num_features, gather_distributed, **options)
         self.symmetric = symmetric
-
-    @property
-    def learn_temperature(self) -> bool:
-        """Whether ``logit_scale`` is a parameter."""
-        return self.logit_scale is not None
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return what :meth:`PairLoss._terms` does.

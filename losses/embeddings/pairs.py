@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,11 +26,25 @@ from .retrieval import checked_labels
 
 _NO_LABEL = -100
 _TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries", "offsets of keys"  # as they travel
-_OF_NEGATIVES = "negatives", "negative_labels", "mask of negatives", "weight", "offsets of negatives"  # their columns
+_OF_NEGATIVES = "rows", "labels", "mask", "weight", "offsets"  # as messages name them
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
-class _Direction(NamedTuple):
+class Given(NamedTuple):
+    """The arguments of a call, as :meth:`PairLoss.forward` describes them."""
+
+    queries: Tensor
+    keys: Tensor
+    negatives: Tensor | None
+    labels: Tensor | None
+    negative_labels: Tensor | None
+    mask: Sequence[Tensor] | None
+    offsets: Sequence[Tensor] | None
+    sample_weight: Tensor | None
+    columns: Mapping[str, Sequence[Tensor]] = MappingProxyType({})  # for the function of a RowLoss
+
+
+class Direction(NamedTuple):
     """One way to find pairs: the rows of a side among the rows of others, which begin with those of its pairs."""
 
     anchors: Side
@@ -37,6 +52,7 @@ class _Direction(NamedTuple):
     candidates: Columns  # those of ``sides``, and then of the queue
     limit: Tensor | None  # [n] a candidate that the guide finds as similar as this is left out
     weight: Tensor  # [n] float64, of the anchors
+    needs_grad: bool
 
 
 @completed()
@@ -56,13 +72,14 @@ class PairLoss(ContrastiveLoss):
     logit_scale: nn.Parameter | None
     logit_bias: nn.Parameter | None
     symmetric = False
+    _copies = 1  # of the scores of a block that are in memory together
 
     def __init__(
         self,
         temperature: float,
         learn: bool,
         max_logit_scale: float,
-        mask_margin: float,
+        mask_margin: float | None,
         normalize: bool,
         queue_size: int,
         num_features: int | None,
@@ -71,12 +88,17 @@ class PairLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, **options)
         self.max_logit_scale = check_positive("max_logit_scale", max_logit_scale)
-        self.mask_margin = check_amount("mask_margin", mask_margin)
+        self.mask_margin = None if mask_margin is None else check_amount("mask_margin", mask_margin)
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn else None)
         self.register_parameter("logit_bias", None)
         check_temperature(temperature)
         self._start_temperature(temperature)
+
+    @property
+    def learn_temperature(self) -> bool:
+        """Whether ``logit_scale`` is a parameter."""
+        return self.logit_scale is not None
 
     @property
     def has_temperature(self) -> bool:  # type: ignore[override]
@@ -138,8 +160,13 @@ class PairLoss(ContrastiveLoss):
                 With ``symmetric`` the queries have none.
             sample_weight: (N,) >= 0, of the pairs in the mean. All keys stay candidates.
         """
-        call, group = type(self).__name__, self._resolve_group()
-        given = {"queries": queries, "keys": keys} | ({} if negatives is None else {"negatives": negatives})
+        return self._loss(Given(queries, keys, negatives, labels, negative_labels, mask, offsets, sample_weight))
+
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+        __call__ = forward
+
+    def _loss(self, given: Given) -> Tensor:
+        call, group, queries = type(self).__name__, self._resolve_group(), given.queries
         learned: list[Learned] = []
         for name, limit in (("logit_scale", math.log(self.max_logit_scale)), ("logit_bias", math.inf)):
             if (parameter := getattr(self, name)) is not None:
@@ -148,12 +175,12 @@ class PairLoss(ContrastiveLoss):
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             if self.logit_scale is None:
                 check_temperature(self._temperature)
-            sides = self._checked_sides(given, labels, negative_labels, mask, offsets, group)
+            sides = self._checked_sides(given, group)
             of_queries, of_keys, *further = sides
             for item in learned:
                 if not item.parameter.is_meta:
                     check_values("queries", queries)
-            weight, check = weight_of_rows(sample_weight, queries, "queries", self.validate_args)
+            weight, check = weight_of_rows(given.sample_weight, queries, "queries", self.validate_args)
             totals: list[Tensor | float] = [0.0, 0.0, float(len(further[0].own.rows)) if further else 0.0]
             if weight is not None and not weight.is_meta:
                 unit = weight_unit(weight)  # so that no sum of weights overflows
@@ -161,17 +188,19 @@ class PairLoss(ContrastiveLoss):
             facts, checksum = dict[str, object](), None
             if group is not None:
                 facts, checksum = {**self._facts(), "queries": describe_rows(queries)}, self._checksum
-                facts |= {} if sample_weight is None else {"sample_weight": True}
+                facts |= {"columns": [*given.columns]} | (
+                    {} if given.sample_weight is None else {"sample_weight": True}
+                )
                 for item in learned:
                     facts[f"{item.name} is sharded"] = item.is_sharded
                     totals.append(0.0 if item.is_sharded else item.parameter.detach())
                 for side in further:
-                    for name, column in zip(_OF_NEGATIVES, side.own):
-                        facts |= {} if column is None else {name: describe_rows(column)}
+                    for name, column in [*zip(_OF_NEGATIVES, side.own), *side.own.more.items()]:
+                        facts |= {} if column is None else {f"{name} of negatives": describe_rows(column)}
             rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
-            tensors = of_keys.own.rows, rows, of_keys.own.labels, of_keys.own.guide, guide, of_keys.own.offsets
-            count = len(of_keys.own.rows)
-            return Offer((sides, weight), facts, count, totals, checksum, check, tensors, _TENSORS)
+            own, names = of_keys.own, (*_TENSORS, *[f"column {name} of keys" for name in of_keys.own.more])
+            tensors = own.rows, rows, own.labels, own.guide, guide, own.offsets, *own.more.values()
+            return Offer((sides, weight), facts, len(own.rows), totals, checksum, check, tensors, names)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
@@ -182,9 +211,10 @@ class PairLoss(ContrastiveLoss):
         of_queries, of_keys, *further = sides
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
-                rows, of_back, all_labels, guide, guide_of_queries, added = gather_after(call, exchange.group, agreed)
-                of_keys.gather(exchange, agreed.rows, Columns(rows, all_labels, guide, offsets=added))
-                of_queries.gather(exchange, agreed.rows, Columns(of_back, all_labels, guide_of_queries))
+                rows, of_back, labels, guide, guide_of_back, added, *more = gather_after(call, exchange.group, agreed)
+                arrived = Columns(rows, labels, guide, None, added, dict(zip(of_keys.own.more, more)))
+                of_keys.gather(exchange, agreed.rows, arrived)
+                of_queries.gather(exchange, agreed.rows, Columns(of_back, labels, guide_of_back))
                 for side in further:
                     side.gather(exchange, (*map(int, numbers),))
 
@@ -211,27 +241,16 @@ class PairLoss(ContrastiveLoss):
             if self._hints.should_observe(self, loss) and group is not None:
                 self._hints.observe_ranks(agreed.rows, [of_keys.live.rows, of_queries.live.rows])
                 self._hints.observe_labels(agreed.rows, of_keys.live.labels)
-                if mask is not None:
+                if given.mask is not None:
                     self._hints.observe_ranks(agreed.rows, [of_keys.live.guide], "mask")
                 for side in further:
                     self._hints.observe_ranks(side.counts, [side.live.rows], "negatives")
         return loss
 
-    if TYPE_CHECKING:  # that of nn.Module returns Any
-        __call__ = forward
-
-    def _checked_sides(
-        self,
-        given: Mapping[str, Tensor],
-        labels: Tensor | None,
-        negative_labels: Tensor | None,
-        mask: Sequence[Tensor] | None,
-        offsets: Sequence[Tensor] | None,
-        group: ProcessGroup | None,
-    ) -> list[Side]:
+    def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:
         """Return the queries, the keys, and the negatives if there are any, of this rank."""
-        check_not_gathered(group, **given, labels=labels, negative_labels=negative_labels)
-        keys, negatives = given["keys"], given.get("negatives")
+        queries, keys, negatives, labels, negative_labels, mask, offsets, _, columns = given
+        check_not_gathered(group, **dict(zip(given._fields[:5], given)))
         if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
             fix = "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
             kind = ValueError if keys.is_floating_point() else TypeError
@@ -240,7 +259,7 @@ class PairLoss(ContrastiveLoss):
             fix = "If these are labels, pass labels=. If they are embeddings, use negatives.float()."
             raise TypeError(expected("negatives", "shape (M, D) or (N, K, D) of floats", negatives, fix))
         flat = {} if negatives is None else {"negatives": _flattened(negatives)}
-        checked = self._checked(**{**given, **flat})
+        checked = self._checked(queries=queries, keys=keys, **flat)
         queries, keys = checked["queries"], checked["keys"]
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
@@ -254,13 +273,18 @@ class PairLoss(ContrastiveLoss):
             negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives")
         _check_parts("mask", mask, "embeddings of a guide", [*checked])
         _check_parts("offsets", offsets, "numbers", [*checked][1:])
+        for column, values in columns.items():
+            _check_parts(f"column {column}", values, "tensors", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            guide, added = None, None
+            guide, added, more = None, None, {}
             if name != "queries":
                 check_like(name, rows, queries, "queries")
+                as_given = getattr(given, name)
+                for column, values in columns.items():
+                    more[column] = _of_rows(f"column {column} of {name}", values[place - 1], as_given, name)
                 if offsets is not None:
-                    added = _of_rows(f"offsets of {name}", offsets[place - 1], given[name], name)
+                    added = _of_rows(f"offsets of {name}", offsets[place - 1], as_given, name)
                     if added.ndim > 1 or not added.is_floating_point():
                         kind = ValueError if added.is_floating_point() else TypeError
                         raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
@@ -269,7 +293,7 @@ class PairLoss(ContrastiveLoss):
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
                 _of_rows(f"mask of {name}", guide, rows, name)
                 check_like(f"mask of {name}", guide, sides[0].own.guide if sides else guide, "the mask of queries")
-            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, offsets=added)
+            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, None, added, more)
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
         return sides
 
@@ -298,7 +322,7 @@ class PairLoss(ContrastiveLoss):
                 if part.offsets is None:
                     columns[place] = part._replace(offsets=part.rows.new_zeros(len(part.rows)))
         candidates, limit = joined(columns), None
-        if candidates.guide is not None:
+        if candidates.guide is not None and self.mask_margin is not None:
             # The same similarity is rounded differently in other blocks, so that without a tolerance copies of a key
             # would be left out on some ranks alone.
             tolerance = self.mask_margin + 64 * torch.finfo(candidates.guide.dtype).eps
@@ -310,8 +334,9 @@ class PairLoss(ContrastiveLoss):
             scale = scale / self._temperature
         bias = self._bias(scale, learned[1:])
         weight = share / (1 + self.symmetric)
-        there = _Direction(queries, [keys, *further], candidates, limit, weight)
-        back = _Direction(keys, [queries], queries.candidates, limit, weight)
+        needs_grad = bool(learned) or any(side.needs_grad for side in (keys, queries, *further))
+        there = Direction(queries, [keys, *further], candidates, limit, weight, needs_grad)
+        back = Direction(keys, [queries], queries.candidates, limit, weight, needs_grad)
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
@@ -328,7 +353,8 @@ class PairLoss(ContrastiveLoss):
             anchors, begin = direction.anchors, 0
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
             wanted = anchors.needs_grad, True in [side.needs_grad for side in direction.sides], bool(learned)
-            result = sum_of_blocks(anchors.anchors.rows, direction.candidates.rows, scale, wanted, block_loss, bias)
+            rows, others = anchors.anchors.rows, direction.candidates.rows
+            result = sum_of_blocks(rows, others, scale, wanted, block_loss, bias, self._copies)
             anchors.grad_anchors = result.grad_anchors
             for side in direction.sides:
                 end = begin + len(side.candidates.rows)
@@ -344,7 +370,7 @@ class PairLoss(ContrastiveLoss):
                 sums[0][0] += 0.0 * part.sum(dtype=torch.float64)
         return sum(sums[1:], sums[0])
 
-    def _block_loss(self, scores: Tensor, place: slice, direction: _Direction) -> tuple[Tensor, Tensor]:
+    def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
         own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
         if others.offsets is not None:

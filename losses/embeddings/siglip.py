@@ -27,7 +27,8 @@ class SigLIPLoss(PairLoss):
     .. math:: L = -\frac{1}{N} \sum_i \sum_j \log \sigma\bigl(z_{ij} (x_{ij} / \tau + b)\bigr)
 
     In one process equal to the loss of SigLIP of the whole batch. The similarities of all pairs are never in memory
-    together. Negatives and the keys of the queue are further candidates of the queries.
+    together. It is a case of :class:`~fullrank.RowLoss`, faster, with the gradient written out. Negatives and the keys
+    of the queue are further candidates of the queries.
 
     Args:
         bias: b, a finite number; its start if it is learned.
@@ -71,7 +72,7 @@ class SigLIPLoss(PairLoss):
     @property
     def learn(self) -> bool:
         """Whether ``logit_scale`` and ``logit_bias`` are parameters."""
-        return self.logit_scale is not None
+        return self.learn_temperature
 
     @property
     def _shown(self) -> tuple[str, ...]:

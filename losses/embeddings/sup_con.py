@@ -148,7 +148,7 @@ class SupConLoss(ContrastiveLoss):
         if self._hints.should_observe(self, loss):
             self._hints.observe_valid(has_pair, NO_PAIR)
             if group is not None:
-                self._hints.observe_ranks(sides[-1].counts, sides[-1].live, "reference" if others else "rows")
+                self._hints.observe_ranks(sides[-1].counts, sides[-1].live[:-1], "reference" if others else "rows")
                 views = embeddings.shape[1] if embeddings.ndim == 3 else 1
                 self._hints.observe_labels([count // views for count in agreed.rows], anchors.live.labels[::views])
         return loss

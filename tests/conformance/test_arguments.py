@@ -72,6 +72,7 @@ OF_CALLS: dict[str, Any] = {
     "labels": lambda rows: torch.arange(len(rows)) % 5,
     "negative_labels": lambda rows: torch.arange(len(rows)) % 3,
     "offsets": lambda rows: (random_share(rows).log(),),
+    "columns": lambda rows: {"more": (random_share(rows),)},
     "mask": lambda rows: (of_rows(3, 2)(rows), of_rows(3, 3)(rows)),
     "reference": lambda rows: rows.flip(0) + 0.1,
     "reference_labels": lambda rows: torch.arange(len(rows)) % 5,
@@ -166,7 +167,7 @@ def take_steps(case: Case, ranks: str, is_changed: bool = True) -> list[Tensor]:
     if case.called is case.row.function:
         loss: Any = partial(case.called, **{k: v for k, v in settings.items() if k in case.row.of_function})
     else:
-        options = {"num_classes": max(2, KINDS[case.row.kind].columns), "queue_size": 16}
+        options = {"num_classes": max(2, KINDS[case.row.kind].columns), "queue_size": 16 * (case.argument != "columns")}
         options |= {} if ranks == "their" else {"gather_distributed": False}
         options = {name: value for name, value in options.items() if name not in settings}
         loss = case.row.module(**Form(case.row, settings).given(**options)).double()

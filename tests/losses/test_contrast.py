@@ -23,17 +23,25 @@ from torch.utils._pytree import tree_map_only
 from workers import error_of
 
 import fullrank
-from fullrank import InfoNCELoss, SigLIPLoss, SupConLoss
+from fullrank import InfoNCELoss, RowLoss, SigLIPLoss, SupConLoss
 from fullrank.kernels.costs import TABLE
+from fullrank.losses import Block
 from fullrank.losses.embeddings import base as embeddings_base
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
+
+
+def cross_entropy(block: Block) -> Tensor:
+    return F.cross_entropy(block.scores, block.positives, reduction="none")
+
+
 MARGIN, OPTIONS = 0.1, {"mask_margin": 0.1, "queue_size": 16}
 KINDS: dict[str, Callable[..., Any]] = {
     "one way": partial(InfoNCELoss, 0.2, learn_temperature=True, **OPTIONS),
     "symmetric": partial(InfoNCELoss, 0.2, symmetric=True, learn_temperature=True, **OPTIONS),
     "siglip": partial(SigLIPLoss, 0.2, -1.0, **OPTIONS),
     "dot": partial(InfoNCELoss, 0.2, symmetric=True, normalize=False),
+    "row": partial(RowLoss, cross_entropy, temperature=0.2, learn_temperature=True, queue_size=16),
     "sup_con": partial(SupConLoss, 0.2, queue_size=14),
 }
 ALL = "negatives", "labels", "mask", "weight", "negative_labels", "offsets"
@@ -208,7 +216,9 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
 
 OF_PAIRS = ((), ("negatives",), ("labels",), ("mask",), ("mask", "negatives"), ("weight",), ("offsets",), ALL)
 OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("reference", "views", "weight"))
+UNMASKED = tuple(name for name in ALL if name != "mask")  # to which a mask tells its function something
 ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for names in OF_PAIRS]
+ARGUMENTS += [("row", names) for names in (*OF_PAIRS[:3], UNMASKED)]
 ARGUMENTS += [("dot", ()), ("dot", ("weight",)), *(("sup_con", names) for names in OF_LABELS)]
 
 
@@ -227,6 +237,7 @@ def test_one_process_is_the_textbook_formula(
 
 
 OVER_RANKS = [(kind, ALL) for kind in ("one way", "symmetric", "siglip")]
+OVER_RANKS += [("row", UNMASKED)]
 OVER_RANKS += [("sup_con", names) for names in (("views",), ("reference", "views", "weight"))]
 
 
@@ -515,7 +526,7 @@ def test_what_is_not_finite_makes_the_loss_nan_on_every_rank(rank: int, kind: st
             assert found.isnan() == (odd != 1.0)  # the control: finite ones
 
 
-@pytest.mark.parametrize("kind", ["one way", "siglip"])
+@pytest.mark.parametrize("kind", ["one way", "siglip", "row"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @on_ranks()
 def test_micro_batches_are_one_batch(rank: int, kind: str, wrapper: str) -> None:

@@ -1,0 +1,281 @@
+"""Losses of one's own: the examples of their page are textbook loops over the rows of all ranks; what is refused."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from on_ranks import common_error, on_ranks
+from pages import blocks
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fullrank import InfoNCELoss, RowLoss
+from fullrank.kernels.costs import TABLE
+from fullrank.losses import Block
+from fullrank.losses.embeddings import base as embeddings_base
+
+EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
+EXAMPLES = "additive_margin", "hardest_negative", "soft_targets", "label_smoothing", "decoupled", "several_labels"
+TEMPERATURE, CONSTANT = 0.1, "TEMPERATURE = 0.1"
+Given = dict[str, Any]
+
+
+@functools.cache
+def example(name: str) -> Callable[[Block], Tensor]:
+    """Return a function that the page defines; its calls are not run, because here there may be ranks."""
+    body = ast.parse("".join(blocks("own-loss.md"))).body
+    kept = [node for node in body if isinstance(node, ast.Import | ast.FunctionDef) or ast.unparse(node) == CONSTANT]
+    names: Given = {}
+    exec(compile(ast.Module(kept, []), "own-loss.md", "exec"), names)
+    function: Callable[[Block], Tensor] = names[name]
+    return function
+
+
+def log_sum(scores: list[Tensor]) -> Tensor:
+    return torch.stack(scores).logsumexp(dim=0)
+
+
+def textbook(name: str, scores: list[Tensor], own: int, guide: list[float], shares: list[bool]) -> Tensor:
+    """Return the loss of a query from its scores with all candidates, of which one is its own key."""
+    others = [score for place, score in enumerate(scores) if place != own]
+    if name == "additive_margin":
+        less = scores[own] - 0.3 / TEMPERATURE
+        return log_sum([less, *others]) - less
+    if name == "hardest_negative":
+        return torch.stack([score - scores[own] + 0.2 / TEMPERATURE for score in others]).max().clamp_min(0)
+    if name == "soft_targets":
+        exps = torch.tensor(guide, dtype=torch.float64).div(0.3).exp()
+        targets = (exps / exps.sum()).tolist()
+        return sum(share * (log_sum(scores) - score) for share, score in zip(targets, scores))
+    if name == "label_smoothing":
+        spread = sum(log_sum(scores) - score for score in scores) / len(scores)
+        return 0.9 * (log_sum(scores) - scores[own]) + 0.1 * spread
+    if name == "decoupled":
+        return log_sum(others) - scores[own]
+    positives = [score for score, share in zip(scores, shares) if share]
+    return sum((log_sum(scores) - score for score in positives), 0 * scores[own]) / max(1, len(positives))
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def draw(name: str, step: int, rank: int, count: int, further: int) -> Given:
+    seeds = itertools.count(1000 * step + 100 * rank)
+    given: Given = {part: normal(count, 4, seed=next(seeds)) for part in ("queries", "keys")}
+    given["negatives"] = normal(further, 4, seed=next(seeds))
+    given["sample_weight"] = torch.arange(count) + 0.5 + rank
+    given["offsets"] = tuple(normal(size, seed=next(seeds)).detach() for size in (count, further))
+    if name == "soft_targets":
+        given["mask"] = tuple(normal(size, 3, seed=next(seeds)).detach() for size in (count, count, further))
+    if name == "several_labels":
+        labels = tuple(normal(size, 5, seed=next(seeds)).detach() > 0.5 for size in (count, further))
+        given["columns"] = {"labels": labels, "unused": tuple(part.long() for part in labels)}
+    return given
+
+
+def by_rows(name: str, parts: list[Given], temperature: Tensor) -> Tensor:
+    """Return the weighted mean over the queries of all ranks, in loops."""
+    queries, keys, negatives = (
+        F.normalize(torch.cat([part[key] for part in parts]), dim=1) for key in ("queries", "keys", "negatives")
+    )
+    weight = torch.cat([part["sample_weight"] for part in parts]).double()
+    candidates = torch.cat([keys, negatives])
+    offsets = torch.cat([part["offsets"][place] for place in range(2) for part in parts])
+    total = 0.0 * (queries.sum() + candidates.sum()) + 0.0 * temperature
+    for i, query in enumerate(queries):
+        scores = [query @ row / temperature + added for row, added in zip(candidates, offsets)]
+        guide, shares = [0.0] * len(scores), [False] * len(scores)
+        if "mask" in parts[0]:
+            first, second, third = (torch.cat([part["mask"][place] for part in parts]) for place in range(3))
+            guide = [float(F.cosine_similarity(first[i], row, dim=0)) for row in torch.cat([second, third])]
+        if "columns" in parts[0]:
+            labels = torch.cat([part["columns"]["labels"][place] for place in range(2) for part in parts])
+            shares = [bool((labels[i] & row).any()) for row in labels]
+        total = total + weight[i] * textbook(name, scores, i, guide, shares)
+    return total / weight.sum()
+
+
+def compare(name: str, device: Any = "cpu") -> None:
+    """Compare three steps with the loops: uneven ranks, a step with a rank without rows, blocks of three queries."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    loss = RowLoss(example(name), temperature=TEMPERATURE, learn_temperature=True).double().to(device)
+    for step in range(3):
+        counts = [
+            (7, 5) if size == 1 else (0, 2) if (step, other) == (1, 0) else (3 + other, 4 - other)
+            for other in range(size)
+        ]
+        parts = [draw(name, step, other, *numbers) for other, numbers in enumerate(counts)]
+        scale = loss.logit_scale.detach().cpu().clone().requires_grad_()
+        expected = by_rows(name, parts, 1 / scale.exp()).reshape(())
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 2:
+                patch.setattr(embeddings_base, "FEWEST_ANCHORS", 3)
+                kind = torch.device(device).type
+                patch.setitem(TABLE, kind, TABLE.get(kind, TABLE["accelerator"])._replace(similarities_at_once=1))
+            value = loss(**moved(parts[rank], device))
+        assert_close(value.cpu(), expected, **EXACT)
+        leaves = [parts[rank][key] for key in ("queries", "keys", "negatives")]
+        found = torch.autograd.grad(value, [*leaves, loss.logit_scale])
+        right = torch.autograd.grad(expected, [*leaves, scale], retain_graph=True)
+        for place, (ours, theirs) in enumerate(zip(found, right)):
+            assert_close(ours.cpu(), theirs * (size if place < 3 else 1), **EXACT)
+        # The controls: another example, and the weighted rows of this rank alone.
+        other = EXAMPLES[EXAMPLES.index(name) - 1]
+        assert abs(by_rows(other, parts, 1 / scale.exp()) - expected) > 1e-3
+        if size > 1 and counts[rank][0]:
+            assert abs(by_rows(name, parts[rank : rank + 1], 1 / scale.exp()) - expected) > 1e-3
+
+
+def moved(given: Given, device: Any) -> Given:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda rows: rows.to(device), given)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_one_process_is_its_textbook_loop(name: str, device: torch.device) -> None:
+    compare(name, device)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@on_ranks()
+def test_an_example_over_ranks_is_its_textbook_loop(rank: int, name: str) -> None:
+    compare(name)
+
+
+def cross_entropy(block: Block) -> Tensor:
+    return F.cross_entropy(block.scores, block.positives, reduction="none")
+
+
+def test_what_is_left_out_has_no_gradient() -> None:
+    """Whatever the function makes of it: here the square of a sigmoid of every score, also of those left out."""
+    queries, keys, labels = normal(5, 4, seed=0), normal(5, 4, seed=1), torch.tensor([0, 0, 1, 2, 2])
+    offsets = torch.tensor([0.0, 0.0, -torch.inf, 0.5, 0.0], dtype=torch.float64)
+
+    def squares(block: Block) -> Tensor:
+        assert block.scores.isneginf().sum() == 4 + 5
+        return block.scores.exp().log1p().square().sum(dim=1)
+
+    found = RowLoss(squares)(queries, keys, labels=labels, offsets=(offsets,))
+    scores = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T + offsets
+    kept = (labels[:, None] != labels) | torch.eye(5, dtype=torch.bool)
+    kept[:, 2] = False
+    expected = scores.masked_fill(~kept, 0).exp().log1p().square().masked_fill(~kept, 0).sum() / 5
+    assert_close(found, expected, **EXACT)
+    for ours, theirs in zip(*(torch.autograd.grad(value, (queries, keys)) for value in (found, expected))):
+        assert_close(ours, theirs, **EXACT)
+
+
+def test_keys_of_the_queue_have_no_guide() -> None:
+    """Their cosine is -inf, and so their target 0."""
+    function, guides = example("soft_targets"), (normal(5, 3, seed=8).detach(), normal(5, 3, seed=9).detach())
+    loss, (queries, keys, old) = (
+        RowLoss(function, queue_size=8).double(),
+        [normal(5, 4, seed=seed) for seed in range(3)],
+    )
+    loss(queries, old, mask=guides)
+    scores = F.normalize(queries, dim=1) @ F.normalize(torch.cat([keys, old.detach()]), dim=1).T
+    targets = (F.cosine_similarity(guides[0][:, None], guides[1], dim=2) / 0.3).softmax(dim=1)
+    expected = F.cross_entropy(scores, F.pad(targets, (0, 5)))
+    assert_close(loss(queries, keys, mask=guides), expected, **EXACT)
+    assert abs(F.cross_entropy(scores[:, :5], targets) - expected) > 1e-3
+
+
+def test_the_function_is_not_differentiated_without_need() -> None:
+    """In evaluation it runs without a graph, also in inference mode, with the same value."""
+    queries, keys, seen = normal(5, 4, seed=0), normal(5, 4, seed=1), []
+    loss = RowLoss(lambda block: seen.append(block.scores.requires_grad) or cross_entropy(block))
+    values = [loss(queries, keys)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            values.append(loss(queries, keys))
+    assert seen == [True, False, False]
+    assert len({value.item() for value in values}) == 1
+
+
+def refused() -> Iterator[tuple[str, Callable[[Block], Any]]]:
+    """Yield functions that are refused, and a part of the message."""
+    margin, rows = nn.Parameter(torch.ones(())), normal(5, 4, seed=7)
+    yield r"a loss of block\.scores alone, got one with another gradient", lambda block: cross_entropy(block) * margin
+    yield "with another gradient.* detach", lambda block: cross_entropy(block) + (2 * rows).sum()
+    yield "got one without a gradient", lambda block: cross_entropy(block).detach()
+    yield r"shape \(5,\), got .*\(\)", lambda block: cross_entropy(block).mean()
+    yield r"shape \(5,\), got None", lambda block: None
+
+
+@pytest.mark.parametrize(("text", "function"), [*refused()])
+def test_functions_whose_gradient_would_be_lost_are_refused(text: str, function: Callable[[Block], Any]) -> None:
+    queries, keys = normal(5, 4, seed=0), normal(5, 4, seed=1)
+    with pytest.raises(ValueError, match=f"^function: expected .*{text}"):
+        RowLoss(function)(queries, keys)
+    assert RowLoss(cross_entropy)(queries, keys).isfinite()  # the control
+
+
+COLUMNS: dict[str, tuple[type[Exception], Any]] = {
+    r"columns: expected a mapping .*, got \(": (TypeError, (torch.ones(5),)),
+    r"column a: expected a tuple of tensors, of keys, got 2 of them": (TypeError, {"a": (torch.ones(5),) * 2}),
+    r"column a of keys: expected 5 rows, as keys, got .*\(4,\)": (ValueError, {"a": (torch.ones(4),)}),
+    r"column a of keys: expected constants": (ValueError, {"a": (torch.ones(5, requires_grad=True),)}),
+    r"column a of keys: expected a tensor, got 3": (TypeError, {"a": (3,)}),
+}
+
+
+@pytest.mark.parametrize("text", COLUMNS)
+def test_columns_that_are_refused(text: str) -> None:
+    kind, columns = COLUMNS[text]
+    with pytest.raises(kind, match=f"^{text}"):
+        RowLoss(cross_entropy)(normal(5, 4, seed=0), normal(5, 4, seed=1), columns=columns)
+    with pytest.raises(ValueError, match=r"^queue_size: expected 0 with columns, got 8"):
+        RowLoss(cross_entropy, queue_size=8)(
+            normal(5, 4, seed=0), normal(5, 4, seed=1), columns={"a": (torch.ones(5),)}
+        )
+
+
+@on_ranks()
+def test_ranks_that_differ_raise_on_all(rank: int) -> None:
+    """In columns, in their dtypes, in the function, or where the function fails; the next step is right."""
+    rows, last = (normal(4, 3, seed=0), normal(4, 3, seed=1)), rank == dist.get_world_size() - 1
+    ones = torch.ones(4)
+
+    def fails(block: Block) -> Tensor:
+        if last:
+            raise KeyError("a bug")
+        return cross_entropy(block)
+
+    fails.__qualname__ = cross_entropy.__qualname__
+    calls: dict[str, Callable[[], Tensor]] = {
+        "columns": lambda: RowLoss(cross_entropy)(*rows, columns={"a" if last else "b": (ones,)}),
+        "int64": lambda: RowLoss(cross_entropy)(*rows, columns={"a": (ones.long() if last else ones,)}),
+        "function": lambda: RowLoss(example("decoupled") if last else cross_entropy)(*rows),
+        "KeyError": lambda: RowLoss(fails)(*rows),
+    }
+    for text, call in calls.items():
+        for _ in range(2):
+            assert text in common_error(call)[1]
+        assert RowLoss(cross_entropy)(*rows).isfinite()
+
+
+def peak(call: Callable[[], Tensor]) -> int:
+    """Return the most bytes that a forward and backward hold at a time, counted as they are taken and freed."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call().backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.slow
+def test_the_memory_is_about_that_of_info_nce() -> None:
+    """At 4,096 pairs; the control: a third of that of the matrix of all pairs."""
+    queries, keys = (normal(4096, 256, seed=seed).detach().float().requires_grad_() for seed in range(2))
+    matrix = peak(lambda: F.cross_entropy(F.normalize(queries) @ F.normalize(keys).T, torch.arange(4096)))
+    fast = peak(lambda: InfoNCELoss(1.0)(queries, keys))
+    for name in ("hardest_negative", "decoupled", "additive_margin", "label_smoothing"):
+        found = peak(lambda name=name: RowLoss(example(name))(queries, keys))
+        assert fast < found <= min(1.6 * fast, matrix / 3)
