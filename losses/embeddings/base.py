@@ -95,8 +95,8 @@ class ContrastiveLoss(HoldsQueue):
         queued = self._queued_rows()
         if queued is None:
             return []
-        offsets = None if queued.sample_weight is None else queued.sample_weight.log().to(like.rows)
-        return [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels), offsets=offsets)]
+        more = {} if queued.sample_weight is None else {"offsets": queued.sample_weight.log()}
+        return [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels), more=more)]
 
     def _gradient_of_given(self, side: Side, factor: int) -> Tensor | None:
         """Return ``factor`` times the gradient of the rows that the caller passed; None if it is not needed."""
@@ -196,8 +196,7 @@ class Columns(NamedTuple):
     labels: Any = None  # [N]
     guide: Any = None  # [N, G] of another model; of fewer if only the first rows have it
     weight: Tensor | None = None  # [N]
-    offsets: Tensor | None = None  # [N] added to the scores of a candidate
-    more: Mapping[str, Tensor] = MappingProxyType({})  # [N, ...] each, for the function of a RowLoss
+    more: Mapping[str, Tensor] = MappingProxyType({})  # [N, ...] each: the offsets of candidates, and of a RowLoss all
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -252,8 +251,7 @@ class Side:
         guide = None if columns.guide is None else unit_rows(columns.guide)
         begin = 0 if stay else self.first
         place = slice(begin, begin + len(self.own.rows))
-        offsets = None if columns.offsets is None else columns.offsets.to(rows)
-        self.candidates = columns._replace(rows=rows, guide=guide, offsets=offsets)
+        self.candidates = columns._replace(rows=rows, guide=guide)
         self.anchors = self.own._replace(rows=rows[place], guide=None if guide is None else guide[place])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ from .base import Columns, ContrastiveLoss, Learned, Side, anchors_at_once, chec
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
-_TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries", "offsets of keys"  # as they travel
-_OF_NEGATIVES = "rows", "labels", "mask", "weight", "offsets"  # as messages name them
+_TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as they travel
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
@@ -41,7 +39,7 @@ class Given(NamedTuple):
     mask: Sequence[Tensor] | None
     offsets: Sequence[Tensor] | None
     sample_weight: Tensor | None
-    columns: Mapping[str, Sequence[Tensor]] = MappingProxyType({})  # for the function of a RowLoss
+    columns: Mapping[str, Sequence[Tensor]] | None = None  # of a RowLoss
 
 
 class Direction(NamedTuple):
@@ -188,18 +186,17 @@ class PairLoss(ContrastiveLoss):
             facts, checksum = dict[str, object](), None
             if group is not None:
                 facts, checksum = {**self._facts(), "queries": describe_rows(queries)}, self._checksum
-                facts |= {"columns": [*given.columns]} | (
-                    {} if given.sample_weight is None else {"sample_weight": True}
-                )
+                facts["columns"] = [*of_keys.own.more]
+                facts |= {} if given.sample_weight is None else {"sample_weight": True}
                 for item in learned:
                     facts[f"{item.name} is sharded"] = item.is_sharded
                     totals.append(0.0 if item.is_sharded else item.parameter.detach())
                 for side in further:
-                    for name, column in [*zip(_OF_NEGATIVES, side.own), *side.own.more.items()]:
+                    for name, column in {**side.own._asdict(), **side.own.more, "more": None}.items():
                         facts |= {} if column is None else {f"{name} of negatives": describe_rows(column)}
             rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
-            own, names = of_keys.own, (*_TENSORS, *[f"column {name} of keys" for name in of_keys.own.more])
-            tensors = own.rows, rows, own.labels, own.guide, guide, own.offsets, *own.more.values()
+            own, names = of_keys.own, (*_TENSORS, *[f"{name} of keys" for name in of_keys.own.more])
+            tensors = own.rows, rows, own.labels, own.guide, guide, *own.more.values()
             return Offer((sides, weight), facts, len(own.rows), totals, checksum, check, tensors, names)
 
         agreed = agree_on(call, group, bring)
@@ -211,9 +208,9 @@ class PairLoss(ContrastiveLoss):
         of_queries, of_keys, *further = sides
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
-                rows, of_back, labels, guide, guide_of_back, added, *more = gather_after(call, exchange.group, agreed)
-                arrived = Columns(rows, labels, guide, None, added, dict(zip(of_keys.own.more, more)))
-                of_keys.gather(exchange, agreed.rows, arrived)
+                rows, of_back, labels, guide, guide_of_back, *columns = gather_after(call, exchange.group, agreed)
+                more = dict(zip(of_keys.own.more, columns))
+                of_keys.gather(exchange, agreed.rows, Columns(rows, labels, guide, more=more))
                 of_queries.gather(exchange, agreed.rows, Columns(of_back, labels, guide_of_back))
                 for side in further:
                     side.gather(exchange, (*map(int, numbers),))
@@ -235,7 +232,7 @@ class PairLoss(ContrastiveLoss):
                 fix = "Pass another view as keys, or rows and labels to SupConLoss."
                 self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
             if self._enqueues:
-                added = of_keys.candidates.offsets
+                added = of_keys.candidates.more.get("offsets")
                 weights = None if added is None else added.double().exp()  # float64, so that few underflow
                 self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels, sample_weight=weights)
             if self._hints.should_observe(self, loss) and group is not None:
@@ -249,7 +246,7 @@ class PairLoss(ContrastiveLoss):
 
     def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:
         """Return the queries, the keys, and the negatives if there are any, of this rank."""
-        queries, keys, negatives, labels, negative_labels, mask, offsets, _, columns = given
+        queries, keys, negatives, labels, negative_labels, mask, offsets, *_ = given
         check_not_gathered(group, **dict(zip(given._fields[:5], given)))
         if isinstance(keys, Tensor) and (keys.ndim < 2 or not keys.is_floating_point()):
             fix = "If these are labels, use SupConLoss(embeddings, labels). If they are embeddings, use keys.float()."
@@ -272,28 +269,27 @@ class PairLoss(ContrastiveLoss):
             negative_labels = _of_rows("negative_labels", negative_labels, negatives, "negatives")
             negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives")
         _check_parts("mask", mask, "embeddings of a guide", [*checked])
-        _check_parts("offsets", offsets, "numbers", [*checked][1:])
+        columns = {} if offsets is None else {"offsets": offsets}
+        columns |= {f"column {name}": values for name, values in (given.columns or {}).items()}
         for column, values in columns.items():
-            _check_parts(f"column {column}", values, "tensors", [*checked][1:])
+            _check_parts(column, values, "constants", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            guide, added, more = None, None, {}
+            guide, more = None, dict[str, Tensor]()
             if name != "queries":
                 check_like(name, rows, queries, "queries")
-                as_given = getattr(given, name)
                 for column, values in columns.items():
-                    more[column] = _of_rows(f"column {column} of {name}", values[place - 1], as_given, name)
-                if offsets is not None:
-                    added = _of_rows(f"offsets of {name}", offsets[place - 1], as_given, name)
-                    if added.ndim > 1 or not added.is_floating_point():
-                        kind = ValueError if added.is_floating_point() else TypeError
-                        raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
+                    more[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
+                added = more.get("offsets", rows[:, 0])
+                if added.ndim > 1 or not added.is_floating_point():
+                    kind = ValueError if added.is_floating_point() else TypeError
+                    raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
             if mask is not None:
                 check_not_gathered(group, mask=mask[place])
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
                 _of_rows(f"mask of {name}", guide, rows, name)
                 check_like(f"mask of {name}", guide, sides[0].own.guide if sides else guide, "the mask of queries")
-            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, None, added, more)
+            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, more=more)
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
         return sides
 
@@ -317,10 +313,10 @@ class PairLoss(ContrastiveLoss):
             columns.append(side.candidates)
         queries.candidates = queries.candidates._replace(labels=keys.candidates.labels)
         columns += self._queued_columns(keys.candidates)
-        if any(part.offsets is not None for part in columns):
+        if any("offsets" in part.more for part in columns):
             for place, part in enumerate(columns):
-                if part.offsets is None:
-                    columns[place] = part._replace(offsets=part.rows.new_zeros(len(part.rows)))
+                offsets = part.more.get("offsets", part.rows.new_zeros(len(part.rows)))
+                columns[place] = part._replace(more={**part.more, "offsets": offsets.to(part.rows)})
         candidates, limit = joined(columns), None
         if candidates.guide is not None and self.mask_margin is not None:
             # The same similarity is rounded differently in other blocks, so that without a tolerance copies of a key
@@ -373,8 +369,8 @@ class PairLoss(ContrastiveLoss):
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
         own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
-        if others.offsets is not None:
-            scores.add_(others.offsets)
+        if "offsets" in others.more:
+            scores.add_(others.more["offsets"])
         diagonal, weight = scores.diagonal(direction.anchors.first + place.start), direction.weight[place]
         positives = diagonal.clone()  # [b]
         if own.labels is not None:

@@ -34,11 +34,6 @@ class Block(NamedTuple):
     columns: Mapping[str, Tensor]  # [K, ...] each, those of the candidates
 
 
-def _callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(expected(name, "a callable", value))
-
-
 @completed()
 class RowLoss(PairLoss):
     r"""A loss of one's own: the mean over all queries of any differentiable function of their scores.
@@ -75,7 +70,6 @@ class RowLoss(PairLoss):
 
     _shown = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"
     _copies = 2  # next to the scores, what the function makes of them and its gradient
-    _checks = PairLoss._checks | {"function": _callable}
 
     def __init__(
         self,
@@ -90,6 +84,8 @@ class RowLoss(PairLoss):
         gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
+        if not callable(function):
+            raise TypeError(expected("function", "a callable", function))
         if not isinstance(learn_temperature, bool):
             raise TypeError(expected("learn_temperature", "True or False", learn_temperature))
         of_temperature = temperature, learn_temperature, max_logit_scale, None
@@ -125,16 +121,14 @@ class RowLoss(PairLoss):
             columns: more of each candidate for ``function``, by name: constants of the keys (N, ...) and, with
                 ``negatives``, of those, (M, ...) or (N, K, ...). Not next to a queue.
         """
-        columns = {} if columns is None else columns
-        return self._loss(
-            Given(queries, keys, negatives, labels, negative_labels, mask, offsets, sample_weight, columns)
-        )
+        of_pairs = queries, keys, negatives, labels, negative_labels, mask, offsets, sample_weight
+        return self._loss(Given(*of_pairs, columns))
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
 
     def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:
-        if not isinstance(given.columns, Mapping):
+        if given.columns is not None and not isinstance(given.columns, Mapping):
             raise TypeError(expected("columns", "a mapping of names to tuples of tensors", given.columns))
         if given.columns and self.queue_size:
             raise ValueError(expected("queue_size", "0 with columns", self.queue_size, "A queue holds no columns."))
@@ -146,17 +140,18 @@ class RowLoss(PairLoss):
         if own.guide is not None:
             guide = own.guide[place] @ others.guide.t()
             guide = F.pad(guide, (0, scores.shape[1] - guide.shape[1]), value=-math.inf)
-        if others.offsets is not None:
-            scores.add_(others.offsets)
+        if "offsets" in others.more:
+            scores.add_(others.more["offsets"])
         if own.labels is not None:
             same = own.labels[place, None] == others.labels
             same.diagonal(first).fill_(False)
             scores.masked_fill_(same, -math.inf)
         positives = torch.arange(first, first + len(scores), device=scores.device)
-        queries = {name: column[place] for name, column in direction.sides[0].anchors.more.items()}
+        columns = {name.removeprefix("column "): rows for name, rows in others.more.items() if name != "offsets"}
+        queries = {name: rows[positives] for name, rows in columns.items()}
         scores = scores.detach().requires_grad_(direction.needs_grad)  # a leaf
         with torch.set_grad_enabled(direction.needs_grad):
-            losses = self.function(Block(scores, positives, guide, queries, others.more))
+            losses = self.function(Block(scores, positives, guide, queries, columns))
             if not isinstance(losses, Tensor) or losses.shape != positives.shape:
                 raise ValueError(expected("function", f"a loss for each query, shape {(*positives.shape,)}", losses))
             total = losses.double() @ direction.weight[place]
@@ -164,7 +159,7 @@ class RowLoss(PairLoss):
             return total, scores
         _check_graph(total, scores)
         (slope,) = torch.autograd.grad(total, scores)
-        if others.offsets is not None or own.labels is not None:
+        if "offsets" in others.more or own.labels is not None:
             slope = slope.masked_fill(scores.isneginf(), 0.0)
         return total.detach(), slope
 

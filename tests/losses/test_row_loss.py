@@ -24,7 +24,7 @@ from fullrank.losses.embeddings import base as embeddings_base
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 EXAMPLES = "additive_margin", "hardest_negative", "soft_targets", "label_smoothing", "decoupled", "several_labels"
-TEMPERATURE, CONSTANT = 0.1, "TEMPERATURE = 0.1"
+TEMPERATURE = 0.1
 Given = dict[str, Any]
 
 
@@ -32,7 +32,9 @@ Given = dict[str, Any]
 def example(name: str) -> Callable[[Block], Tensor]:
     """Return a function that the page defines; its calls are not run, because here there may be ranks."""
     body = ast.parse("".join(blocks("own-loss.md"))).body
-    kept = [node for node in body if isinstance(node, ast.Import | ast.FunctionDef) or ast.unparse(node) == CONSTANT]
+    kept = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+    kept += [node for node in body if ast.unparse(node).startswith(("TEMPERATURE = ", "DIRECTIONS = "))]
+    kept.sort(key=lambda node: node.lineno)
     names: Given = {}
     exec(compile(ast.Module(kept, []), "own-loss.md", "exec"), names)
     function: Callable[[Block], Tensor] = names[name]
@@ -150,6 +152,112 @@ def test_an_example_over_ranks_is_its_textbook_loop(rank: int, name: str) -> Non
     compare(name)
 
 
+MODES = None, "all_negatives", "in_batch_negatives", "hard_negatives"
+ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+
+
+def multiple_negatives(
+    rows: list[Tensor], directions: tuple[str, ...], partition_mode: str = "joint", hardness_mode: str | None = None
+) -> Tensor:
+    """Return the loss of MultipleNegativesRankingLoss with one hard negative for each query, in loops."""
+    queries, keys, negatives = (F.normalize(part, dim=1) for part in rows)
+    total, places = torch.zeros((), dtype=torch.float64), range(len(queries))
+    for i in places:
+        query, key, scores = queries[i], keys[i], dict[str, list[Tensor]]()
+        scores["query_to_doc"] = []
+        for j, (row, is_negative) in itertools.product(places, ((keys, False), (negatives, True))):
+            cosine = query @ row[j]
+            is_hard = {"all_negatives": is_negative or j != i, "in_batch_negatives": j != i}
+            is_hard["hard_negatives"] = is_negative and j == i
+            penalty = 9.0 * cosine.detach() if is_hard.get(str(hardness_mode)) else 0.0
+            scores["query_to_doc"].append(cosine / TEMPERATURE + penalty)
+        scores["query_to_query"] = [query @ queries[j] / TEMPERATURE for j in places if j != i]
+        scores["doc_to_query"] = [key @ queries[j] / TEMPERATURE for j in places]
+        scores["doc_to_doc"] = [key @ row[j] / TEMPERATURE for row in (keys, negatives) for j in places if j != i]
+        chosen = [scores[name] for name in directions]
+        if partition_mode == "joint":
+            chosen = [[*itertools.chain(*chosen)]]
+        total = total + sum(map(log_sum, chosen)) / len(chosen) - query @ key / TEMPERATURE
+    return total / len(queries)
+
+
+def gist_embed(rows: list[Tensor], guides: list[Tensor], margin: float, strategy: str, contrasts: bool) -> Tensor:
+    """Return the loss of GISTEmbedLoss, in loops; ``contrasts`` are those of anchors and of positives."""
+    queries, keys, negatives = (F.normalize(part, dim=1) for part in rows)
+    of_queries, of_keys, of_negatives = (F.normalize(part, dim=1) for part in guides)
+    total, places = torch.zeros((), dtype=torch.float64), range(len(queries))
+    for i in places:
+        least = of_queries[i] @ of_keys[i]
+        least = least - margin * (least.abs() if strategy == "relative" else 1.0)
+        kinds = [(queries, keys, of_queries, of_keys), (queries, negatives, of_queries, of_negatives)]
+        kinds += [(queries, queries, of_queries, of_queries), (keys, keys, of_keys, of_keys)] * contrasts
+        scores = []
+        for kind, (anchors, others, first, second) in enumerate(kinds):
+            for j in places:
+                if (kind, i) == (0, j) or first[i] @ second[j] <= least:
+                    scores.append(anchors[i] @ others[j] / TEMPERATURE)
+        total = total + log_sum(scores) - queries[i] @ keys[i] / TEMPERATURE
+    return total / len(queries)
+
+
+def compare_with_sentence_transformers() -> None:
+    """Compare the options with their formulas over all ranks, which have different numbers of queries, one of them 0.
+
+    The control is the loss without the option.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    counts = {1: [6], 2: [4, 2], 3: [3, 0, 4]}[size]
+    rows, guides = ([normal(sum(counts), width, seed=width + place) for place in range(3)] for width in (4, 3))
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    mine, of_guide = [part[own] for part in rows], [part[own].detach() for part in guides]
+    ids, plain = torch.arange(sum(counts))[own], multiple_negatives(rows, ALL_WAYS[:1])
+    cases: list[tuple[Tensor, Tensor]] = []
+    for mode in MODES[1:]:
+        loss = RowLoss(functools.partial(example("hardness"), mode=mode), temperature=TEMPERATURE)
+        cases.append((loss(*mine, columns={"id": (ids, ids)}), multiple_negatives(rows, ALL_WAYS[:1], "joint", mode)))
+    for directions in (ALL_WAYS, ALL_WAYS[::2], ALL_WAYS[:2], ALL_WAYS[::3]):
+        found = example("in_directions")(*mine, ids, directions)
+        cases.append((found, multiple_negatives(rows, directions)))
+    found = InfoNCELoss(TEMPERATURE, symmetric=True)(*mine)
+    cases.append((found, multiple_negatives(rows, ALL_WAYS[::2], "per_direction")))
+    for strategy, contrasts in itertools.product(("relative", "absolute"), (False, True)):
+        margin = 0.1 / (2**0.5 if contrasts and strategy == "absolute" else 1.0)
+        function = functools.partial(example("gist"), margin=margin, margin_strategy=strategy)
+        if contrasts:
+            found = example("gist_by_default")(*mine, of_guide, function)
+        else:
+            found = RowLoss(function, temperature=TEMPERATURE)(*mine, mask=of_guide)
+        cases.append((found, gist_embed(rows, guides, 0.1, strategy, contrasts)))
+    for found, expected in cases:
+        assert_close(found, expected, **EXACT)
+        assert abs(expected - plain) > 1e-3
+        slopes = torch.autograd.grad(found, rows)
+        for slope, right in zip(slopes, torch.autograd.grad(expected, rows)):
+            assert_close(slope[own], size * right[own], **EXACT)
+
+
+def test_the_options_of_sentence_transformers_in_one_process() -> None:
+    compare_with_sentence_transformers()
+
+
+@on_ranks()
+def test_the_options_of_sentence_transformers_over_ranks(rank: int) -> None:
+    compare_with_sentence_transformers()
+
+
+@pytest.mark.parametrize("hardness_mode", MODES)
+@pytest.mark.parametrize("partition_mode", ["joint", "per_direction"])
+def test_their_formula_is_that_of_their_package(partition_mode: str, hardness_mode: str | None) -> None:
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    rows, directions = [normal(6, 4, seed=seed) for seed in range(3)], ALL_WAYS
+    if partition_mode == "per_direction":
+        directions = ALL_WAYS[::2]
+    hardness = {"hardness_mode": hardness_mode, "hardness_strength": 9.0 * (hardness_mode is not None)}
+    settings = {"scale": 1 / TEMPERATURE, "directions": directions, "partition_mode": partition_mode, **hardness}
+    theirs = losses.MultipleNegativesRankingLoss(nn.Identity(), **settings).compute_loss_from_embeddings(rows, None)
+    assert_close(theirs, multiple_negatives(rows, directions, partition_mode, hardness_mode), **EXACT)
+
+
 def cross_entropy(block: Block) -> Tensor:
     return F.cross_entropy(block.scores, block.positives, reduction="none")
 
@@ -220,7 +328,7 @@ def test_functions_whose_gradient_would_be_lost_are_refused(text: str, function:
 
 COLUMNS: dict[str, tuple[type[Exception], Any]] = {
     r"columns: expected a mapping .*, got \(": (TypeError, (torch.ones(5),)),
-    r"column a: expected a tuple of tensors, of keys, got 2 of them": (TypeError, {"a": (torch.ones(5),) * 2}),
+    r"column a: expected a tuple of constants, of keys, got 2 of them": (TypeError, {"a": (torch.ones(5),) * 2}),
     r"column a of keys: expected 5 rows, as keys, got .*\(4,\)": (ValueError, {"a": (torch.ones(4),)}),
     r"column a of keys: expected constants": (ValueError, {"a": (torch.ones(5, requires_grad=True),)}),
     r"column a of keys: expected a tensor, got 3": (TypeError, {"a": (3,)}),
