@@ -171,6 +171,7 @@ class Learned(NamedTuple):
     parameter: Tensor  # of one number
     is_sharded: bool  # by FSDP2, in a call outside the forward of its module
     limit: float  # a larger number counts as this one
+    needs_grad: bool
 
     def agreed(self, values: list[float], call: str, exchange: Exchange | None) -> Learned:
         """Return the whole parameter, or raise on all ranks unless ``values``, that of each rank, are the same."""

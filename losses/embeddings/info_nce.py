@@ -7,9 +7,8 @@ from typing_extensions import Unpack
 
 from ...errors import expected
 from ..arguments import completed
-from ..base import GroupOptions
 from .base import softmax_, softplus
-from .pairs import PairLoss
+from .pairs import PairLoss, PairOptions
 
 
 @completed()
@@ -56,19 +55,13 @@ class InfoNCELoss(PairLoss):
         *,
         symmetric: bool = False,
         learn_temperature: bool = False,
-        max_logit_scale: float = 100.0,
         mask_margin: float = 0.0,
-        normalize: bool = True,
-        queue_size: int = 0,
-        num_features: int | None = None,
-        gather_distributed: bool | None = None,
-        **options: Unpack[GroupOptions],
+        **options: Unpack[PairOptions],
     ) -> None:
         for name, value in (("symmetric", symmetric), ("learn_temperature", learn_temperature)):
             if not isinstance(value, bool):
                 raise TypeError(expected(name, "True or False", value))
-        of_temperature = temperature, learn_temperature, max_logit_scale, mask_margin
-        super().__init__(*of_temperature, normalize, queue_size, num_features, gather_distributed, **options)
+        super().__init__(temperature, learn_temperature, mask_margin, **options)
         self.symmetric = symmetric
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

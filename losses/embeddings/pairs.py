@@ -28,6 +28,16 @@ _TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as 
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
+class PairOptions(GroupOptions, total=False):
+    """The arguments of :class:`PairLoss` that its subclasses pass on unchanged."""
+
+    max_logit_scale: float
+    normalize: bool
+    queue_size: int
+    num_features: int | None
+    gather_distributed: bool | None
+
+
 class Given(NamedTuple):
     """The arguments of a call, as :meth:`PairLoss.forward` describes them."""
 
@@ -76,12 +86,12 @@ class PairLoss(ContrastiveLoss):
         self,
         temperature: float,
         learn: bool,
-        max_logit_scale: float,
         mask_margin: float | None,
-        normalize: bool,
-        queue_size: int,
-        num_features: int | None,
-        gather_distributed: bool | None,
+        max_logit_scale: float = 100.0,
+        normalize: bool = True,
+        queue_size: int = 0,
+        num_features: int | None = None,
+        gather_distributed: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, **options)
@@ -168,7 +178,8 @@ class PairLoss(ContrastiveLoss):
         learned: list[Learned] = []
         for name, limit in (("logit_scale", math.log(self.max_logit_scale)), ("logit_bias", math.inf)):
             if (parameter := getattr(self, name)) is not None:
-                learned.append(Learned(name, parameter, hasattr(parameter, "full_tensor"), limit))
+                needs_grad = torch.is_grad_enabled() and parameter.requires_grad
+                learned.append(Learned(name, parameter, hasattr(parameter, "full_tensor"), limit, needs_grad))
 
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             if self.logit_scale is None:
@@ -330,7 +341,8 @@ class PairLoss(ContrastiveLoss):
             scale = scale / self._temperature
         bias = self._bias(scale, learned[1:])
         weight = share / (1 + self.symmetric)
-        needs_grad = bool(learned) or any(side.needs_grad for side in (keys, queries, *further))
+        needs_grad = True in [side.needs_grad for side in (keys, queries, *further)]
+        needs_grad |= True in [item.needs_grad for item in learned]
         there = Direction(queries, [keys, *further], candidates, limit, weight, needs_grad)
         back = Direction(keys, [queries], queries.candidates, limit, weight, needs_grad)
 

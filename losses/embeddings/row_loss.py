@@ -15,9 +15,8 @@ from typing_extensions import Unpack
 from ...distributed.torch_private import not_compiled
 from ...errors import Words, expected
 from ..arguments import completed
-from ..base import GroupOptions
 from .base import Side
-from .pairs import Direction, Given, PairLoss
+from .pairs import Direction, Given, PairLoss, PairOptions
 
 
 class Block(NamedTuple):
@@ -77,19 +76,13 @@ class RowLoss(PairLoss):
         *,
         temperature: float = 1.0,
         learn_temperature: bool = False,
-        max_logit_scale: float = 100.0,
-        normalize: bool = True,
-        queue_size: int = 0,
-        num_features: int | None = None,
-        gather_distributed: bool | None = None,
-        **options: Unpack[GroupOptions],
+        **options: Unpack[PairOptions],
     ) -> None:
         if not callable(function):
             raise TypeError(expected("function", "a callable", function))
         if not isinstance(learn_temperature, bool):
             raise TypeError(expected("learn_temperature", "True or False", learn_temperature))
-        of_temperature = temperature, learn_temperature, max_logit_scale, None
-        super().__init__(*of_temperature, normalize, queue_size, num_features, gather_distributed, **options)
+        super().__init__(temperature, learn_temperature, None, **options)
         self.function = function
 
     def _arguments(self) -> dict[str, object]:

@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from ...errors import check_number, expected
 from ..arguments import completed
-from ..base import GroupOptions
 from .base import Learned, softplus
-from .pairs import PairLoss
+from .pairs import PairLoss, PairOptions
 
 
 @completed()
@@ -52,18 +51,12 @@ class SigLIPLoss(PairLoss):
         bias: float = -10.0,
         *,
         learn: bool = True,
-        max_logit_scale: float = 100.0,
         mask_margin: float = 0.0,
-        normalize: bool = True,
-        queue_size: int = 0,
-        num_features: int | None = None,
-        gather_distributed: bool | None = None,
-        **options: Unpack[GroupOptions],
+        **options: Unpack[PairOptions],
     ) -> None:
         if not isinstance(learn, bool):
             raise TypeError(expected("learn", "True or False", learn))
-        of_temperature = temperature, learn, max_logit_scale, mask_margin
-        super().__init__(*of_temperature, normalize, queue_size, num_features, gather_distributed, **options)
+        super().__init__(temperature, learn, mask_margin, **options)
         if not math.isfinite(check_number("bias", bias)):
             raise ValueError(expected("bias", "a finite number", bias))
         self.bias = bias

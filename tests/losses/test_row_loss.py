@@ -258,6 +258,32 @@ def test_their_formula_is_that_of_their_package(partition_mode: str, hardness_mo
     assert_close(theirs, multiple_negatives(rows, directions, partition_mode, hardness_mode), **EXACT)
 
 
+def compare_classes() -> None:
+    """Rows and classes lie on other ranks. The control: no margin."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    counts, of_classes = {1: ([7], [5]), 2: ([4, 3], [1, 4]), 3: ([4, 0, 3], [2, 3, 0])}[size]
+    rows, centres, labels = normal(7, 4, seed=0), normal(5, 4, seed=1), torch.tensor([4, 0, 1, 1, 3, 2, 4])
+    own, held = (slice(sum(each[:rank]), sum(each[: rank + 1])) for each in (counts, of_classes))
+    found = example("of_classes")(rows[own], labels[own], centres[held], torch.arange(5)[held])
+    cosines = F.normalize(rows, dim=1) @ F.normalize(centres, dim=1).T
+    expected = F.cross_entropy((cosines - 0.3 * F.one_hot(labels, 5).double()) / TEMPERATURE, labels)
+    assert_close(found, expected, **EXACT)
+    of_rows, of_centres = torch.autograd.grad(found, (rows, centres))
+    right, right_centres = torch.autograd.grad(expected, (rows, centres))
+    assert_close(of_rows[own], size * right[own], **EXACT)
+    assert_close(of_centres[held], right_centres[held], **EXACT)
+    assert abs(F.cross_entropy(cosines / TEMPERATURE, labels) - expected) > 1e-3
+
+
+def test_classes_of_one_process() -> None:
+    compare_classes()
+
+
+@on_ranks()
+def test_classes_over_ranks(rank: int) -> None:
+    compare_classes()
+
+
 def cross_entropy(block: Block) -> Tensor:
     return F.cross_entropy(block.scores, block.positives, reduction="none")
 
@@ -296,10 +322,16 @@ def test_keys_of_the_queue_have_no_guide() -> None:
     assert abs(F.cross_entropy(scores[:, :5], targets) - expected) > 1e-3
 
 
-def test_the_function_is_not_differentiated_without_need() -> None:
+@pytest.mark.parametrize("learn", [False, True])
+def test_the_function_is_not_differentiated_without_need(learn: bool) -> None:
     """In evaluation it runs without a graph, also in inference mode, with the same value."""
     queries, keys, seen = normal(5, 4, seed=0), normal(5, 4, seed=1), []
-    loss = RowLoss(lambda block: seen.append(block.scores.requires_grad) or cross_entropy(block))
+
+    def recorded(block: Block) -> Tensor:
+        seen.append(block.scores.requires_grad)
+        return cross_entropy(block)
+
+    loss = RowLoss(recorded, learn_temperature=learn)
     values = [loss(queries, keys)]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
