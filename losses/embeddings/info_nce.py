@@ -44,10 +44,7 @@ class InfoNCELoss(PairLoss):
         Contrast, CVPR 2020, eq. 1 (the queue).
     """
 
-    _shown = (
-        *("learn_temperature", "symmetric", "max_logit_scale", "mask_margin"),
-        *("normalize", "queue_size", "gradient_reduction"),
-    )
+    _shown = ("symmetric", "mask_margin", *PairLoss._of_all)
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class PairLoss(ContrastiveLoss):
     logit_scale: nn.Parameter | None
     logit_bias: nn.Parameter | None
     symmetric = False
+    _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
 
     def __init__(
@@ -279,7 +280,8 @@ class PairLoss(ContrastiveLoss):
                 raise ValueError(expected("negative_labels", "None without labels and negatives", negative_labels))
             negative_labels = _of_rows("negative_labels", negative_labels, negatives, "negatives")
             negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives")
-        _check_parts("mask", mask, "embeddings of a guide", [*checked])
+        if mask is not None:
+            _check_parts("mask", mask, "embeddings of a guide", [*checked])
         columns = {} if offsets is None else {"offsets": offsets}
         columns |= {f"column {name}": values for name, values in (given.columns or {}).items()}
         for column, values in columns.items():
@@ -291,8 +293,8 @@ class PairLoss(ContrastiveLoss):
                 check_like(name, rows, queries, "queries")
                 for column, values in columns.items():
                     more[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
-                added = more.get("offsets", rows[:, 0])
-                if added.ndim > 1 or not added.is_floating_point():
+                added = more.get("offsets")
+                if added is not None and (added.ndim > 1 or not added.is_floating_point()):
                     kind = ValueError if added.is_floating_point() else TypeError
                     raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
             if mask is not None:
@@ -323,7 +325,7 @@ class PairLoss(ContrastiveLoss):
             side.candidates = side.candidates._replace(labels=labels)
             columns.append(side.candidates)
         queries.candidates = queries.candidates._replace(labels=keys.candidates.labels)
-        columns += self._queued_columns(keys.candidates)
+        columns += self._queued_columns(keys.candidates) if self.queue_size else []
         if any("offsets" in part.more for part in columns):
             for place, part in enumerate(columns):
                 offsets = part.more.get("offsets", part.rows.new_zeros(len(part.rows)))
@@ -413,9 +415,9 @@ def _flattened(rows: Tensor) -> Tensor:
     return rows.flatten(0, 1) if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 else rows
 
 
-def _check_parts(name: str, values: Sequence[Tensor] | None, what: str, of: Sequence[str]) -> None:
-    """Raise TypeError unless ``values`` are None, or a tuple with one tensor for each name in ``of``."""
-    if values is not None and (not isinstance(values, (tuple, list)) or len(values) != len(of)):
+def _check_parts(name: str, values: Sequence[Tensor], what: str, of: Sequence[str]) -> None:
+    """Raise TypeError unless ``values`` are a tuple with one tensor for each name in ``of``."""
+    if not isinstance(values, (tuple, list)) or len(values) != len(of):
         got = Words(f"{len(values)} of them" if isinstance(values, (tuple, list)) else f"a {type(values).__name__}")
         raise TypeError(expected(name, f"a tuple of {what}, of {', '.join(of)}", got))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,9 +46,9 @@ class RowLoss(PairLoss):
     reduction="none"))`` with a gradient written out, in less time and with more digits.
 
     Args:
-        function: takes a :class:`Block` of b queries and returns the loss of each, (b,). It is differentiated with
-            respect to the scores alone: whatever else has a gradient raises. It may not communicate, because ranks have
-            different numbers of blocks. The ranks compare its name.
+        function: takes a :class:`Block` of b queries and returns the loss of each, (b,), from its own row. It is
+            differentiated with respect to the scores alone: whatever else has a gradient raises. It may not
+            communicate, because ranks have different numbers of blocks. The ranks compare its name.
         learn_temperature: let ``logit_scale``, the logarithm of 1 / temperature, be a parameter, as in
             :class:`~fullrank.InfoNCELoss`.
 
@@ -67,7 +66,7 @@ class RowLoss(PairLoss):
         tensor(0.2500)
     """
 
-    _shown = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"
+    _shown = PairLoss._of_all
     _copies = 2  # next to the scores, what the function makes of them and its gradient
 
     def __init__(
@@ -132,13 +131,13 @@ class RowLoss(PairLoss):
         guide = None
         if own.guide is not None:
             guide = own.guide[place] @ others.guide.t()
-            guide = F.pad(guide, (0, scores.shape[1] - guide.shape[1]), value=-math.inf)
+            guide = F.pad(guide, (0, scores.shape[1] - guide.shape[1]), value=-torch.inf)
         if "offsets" in others.more:
             scores.add_(others.more["offsets"])
         if own.labels is not None:
             same = own.labels[place, None] == others.labels
             same.diagonal(first).fill_(False)
-            scores.masked_fill_(same, -math.inf)
+            scores.masked_fill_(same, -torch.inf)
         positives = torch.arange(first, first + len(scores), device=scores.device)
         columns = {name.removeprefix("column "): rows for name, rows in others.more.items() if name != "offsets"}
         queries = {name: rows[positives] for name, rows in columns.items()}

@@ -65,7 +65,7 @@ class SigLIPLoss(PairLoss):
     @property
     def learn(self) -> bool:
         """Whether ``logit_scale`` and ``logit_bias`` are parameters."""
-        return self.learn_temperature
+        return self.logit_scale is not None
 
     @property
     def _shown(self) -> tuple[str, ...]:
