@@ -289,22 +289,22 @@ def cross_entropy(block: Block) -> Tensor:
 
 
 def test_what_is_left_out_has_no_gradient() -> None:
-    """Whatever the function makes of it: here the square of a sigmoid of every score, also of those left out."""
-    queries, keys, labels = normal(5, 4, seed=0), normal(5, 4, seed=1), torch.tensor([0, 0, 1, 2, 2])
-    offsets = torch.tensor([0.0, 0.0, -torch.inf, 0.5, 0.0], dtype=torch.float64)
+    """Of the first two queries all others are left out: the gradient of their logsumexp is NaN, says the control."""
+    queries, keys, labels = normal(3, 4, seed=0), normal(3, 4, seed=1), torch.tensor([0, 0, 1])
+    offsets = torch.tensor([0.5, 0.0, -torch.inf], dtype=torch.float64)
+    slopes: list[Tensor] = []
 
-    def squares(block: Block) -> Tensor:
-        assert block.scores.isneginf().sum() == 4 + 5
-        return block.scores.exp().log1p().square().sum(dim=1)
+    def of_others(block: Block) -> Tensor:
+        others = block.scores.scatter(1, block.positives[:, None], -torch.inf)
+        others.register_hook(slopes.append)
+        return torch.where(others.isneginf().all(dim=1), 0.0, others.logsumexp(dim=1))
 
-    found = RowLoss(squares)(queries, keys, labels=labels, offsets=(offsets,))
-    scores = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T + offsets
-    kept = (labels[:, None] != labels) | torch.eye(5, dtype=torch.bool)
-    kept[:, 2] = False
-    expected = scores.masked_fill(~kept, 0).exp().log1p().square().masked_fill(~kept, 0).sum() / 5
+    found = RowLoss(of_others)(queries, keys, labels=labels, offsets=(offsets,))
+    expected = (F.normalize(keys[:2], dim=1) @ F.normalize(queries[2], dim=0) + offsets[:2]).logsumexp(dim=0) / 3
     assert_close(found, expected, **EXACT)
     for ours, theirs in zip(*(torch.autograd.grad(value, (queries, keys)) for value in (found, expected))):
         assert_close(ours, theirs, **EXACT)
+    assert slopes[0].isnan().any()
 
 
 def test_keys_of_the_queue_have_no_guide() -> None:
