@@ -240,7 +240,7 @@ class PairLoss(ContrastiveLoss):
 
         loss, _ = self._sum_over_ranks(compute, [of_keys, of_queries, *further], exchange, learned)
         if has_values(loss):
-            if queries is keys:
+            if given.queries is given.keys:
                 fix = "Pass another view as keys, or rows and labels to SupConLoss."
                 self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
             if self._enqueues:
