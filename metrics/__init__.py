@@ -1,8 +1,16 @@
 """The exact metrics for which the losses are surrogates, as torchmetrics metrics."""
 
-from .embeddings import EmbeddingAveragePrecision, EmbeddingRecall
+from .embeddings import EmbeddingAveragePrecision, EmbeddingPrecision, EmbeddingRecall, EmbeddingReciprocalRank
 from .pauc_at_budget import PAUCAtBudget
 from .recall_at_quantile import RecallAtQuantile
 from .review_curve import ReviewCurve
 
-__all__ = ["EmbeddingAveragePrecision", "EmbeddingRecall", "PAUCAtBudget", "RecallAtQuantile", "ReviewCurve"]
+__all__ = [
+    "EmbeddingAveragePrecision",
+    "EmbeddingPrecision",
+    "EmbeddingRecall",
+    "EmbeddingReciprocalRank",
+    "PAUCAtBudget",
+    "RecallAtQuantile",
+    "ReviewCurve",
+]

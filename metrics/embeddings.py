@@ -181,25 +181,12 @@ def _warn_of_numbers(metric: str, queries: Tensor, keys: Tensor) -> None:
         )
 
 
-@completed()
-class EmbeddingRecall(EmbeddingMetric):
-    r"""Recall at k: the share of the queries with a row of their label among the k most similar rows.
-
-    For the keys of pairs it is the share of the queries whose key is among the first k.
+class _AtK(EmbeddingMetric):
+    """Base of the metrics of the first k rows.
 
     Args:
         k: up to 7 numbers >= 1: ``compute`` returns a dictionary with a scalar for each. Or one number: it returns a
             scalar, which a MetricCollection with a prefix needs.
-
-    Example:
-        >>> import torch
-        >>> metric = EmbeddingRecall(k=(1, 2))
-        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
-        >>> metric.compute()
-        {1: tensor(0.5000, dtype=torch.float64), 2: tensor(1., dtype=torch.float64)}
-
-    Reference:
-        Jegou et al., Product Quantization for Nearest Neighbor Search, PAMI 2011.
     """
 
     own_argument = "k"
@@ -223,10 +210,75 @@ class EmbeddingRecall(EmbeddingMetric):
     def _result(self, values: Tensor) -> Any:
         return dict(zip(self.k, values.unbind())) if isinstance(self.k, tuple) else values[0]
 
+
+@completed()
+class EmbeddingRecall(_AtK):
+    r"""Recall at k: the share of the queries with a row of their label among the k most similar rows.
+
+    For the keys of pairs it is the share of the queries whose key is among the first k.
+
+    Example:
+        >>> import torch
+        >>> metric = EmbeddingRecall(k=(1, 2))
+        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()
+        {1: tensor(0.5000, dtype=torch.float64), 2: tensor(1., dtype=torch.float64)}
+
+    Reference:
+        Jegou et al., Product Quantization for Nearest Neighbor Search, PAMI 2011.
+    """
+
     def _values(self, scores: Tensor, right: Tensor) -> Tensor:
-        best = scores.masked_fill(~right, -math.inf).amax(dim=1, keepdim=True)
-        before = ((scores >= best) & ~right).sum(dim=1, keepdim=True)  # [b, 1] wrong rows
-        return before < before.new_tensor(self.k).reshape(-1)
+        first = _first_place(scores, right)
+        return first <= first.new_tensor(self.k).reshape(-1)
+
+
+@completed()
+class EmbeddingPrecision(_AtK):
+    r"""Precision at k: the share of the k most similar rows that are of the label of the query, averaged over queries.
+
+    The share is of k, also where fewer rows can be ranked.
+
+    Example:
+        >>> import torch
+        >>> metric = EmbeddingPrecision(k=(1, 2))
+        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()
+        {1: tensor(0.5000, dtype=torch.float64), 2: tensor(0.5000, dtype=torch.float64)}
+    """
+
+    def _values(self, scores: Tensor, right: Tensor) -> Tensor:
+        numbers = torch.tensor(self.k, device=scores.device).reshape(-1)
+        places = _places(scores, right, max(numbers.tolist()))
+        return (places[:, :, None] <= numbers).sum(dim=1) / numbers.double()
+
+
+@completed()
+class EmbeddingReciprocalRank(EmbeddingMetric):
+    r"""Mean reciprocal rank: 1 over the rank of the most similar row of the label of the query, averaged over queries.
+
+    Args:
+        k: a query without such a row among the first k has the value 0; None for any rank.
+
+    Example:
+        >>> import torch
+        >>> metric = EmbeddingReciprocalRank()
+        >>> metric.update(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()
+        tensor(0.7500, dtype=torch.float64)
+    """
+
+    own_argument = "k"
+
+    def __init__(
+        self, k: int | None = None, *, num_features: int | None = None, ignore_index: int = -100, **kwargs: Any
+    ) -> None:
+        super().__init__(num_features, ignore_index, **kwargs)
+        self.k = k if k is None else check_count("k", k, 1)
+
+    def _values(self, scores: Tensor, right: Tensor) -> Tensor:
+        first = _first_place(scores, right).double()
+        return 1 / first if self.k is None else (first <= self.k) / first
 
 
 @completed()
@@ -262,10 +314,29 @@ class EmbeddingAveragePrecision(EmbeddingMetric):
         self.at_r = at_r
 
     def _values(self, scores: Tensor, right: Tensor) -> Tensor:
-        order = right.to(torch.uint8).argsort(dim=1, stable=True)  # wrong rows first among equal scores
-        order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=True, stable=True))
-        hits = right.gather(1, order)
-        found = hits.cumsum(dim=1)
-        total, place = found[:, -1:], torch.arange(1, hits.shape[1] + 1, device=hits.device)
-        counted = hits & (place <= total) if self.at_r else hits
-        return (counted * found / (place * total).double()).sum(dim=1, keepdim=True)
+        total = right.sum(dim=1, keepdim=True)
+        limit = max(total[:, 0].tolist(), default=0) if self.at_r else scores.shape[1]
+        places = _places(scores, right, limit)
+        shares = torch.arange(1, places.shape[1] + 1, device=scores.device) / (places * total)
+        return (shares * (places <= total) if self.at_r else shares).sum(dim=1, keepdim=True)
+
+
+def _first_place(scores: Tensor, right: Tensor) -> Tensor:
+    """Return the place (b, 1) of the first right row among the scores (b, K), 1 for the top of all."""
+    best = scores.masked_fill(~right, -math.inf).amax(dim=1, keepdim=True)
+    return 1 + ((scores >= best) & ~right).sum(dim=1, keepdim=True)
+
+
+def _places(scores: Tensor, right: Tensor, limit: int) -> Tensor:
+    """Return the places (b, P) of the right rows among the scores (b, K), the best first, float64; inf in the padding.
+
+    Only the places up to ``limit`` are right; the others are beyond it. The right rows are ordered alone and looked up
+    among the wrong ones, which come first where scores are equal.
+    """
+    most = min(limit, max(right.sum(dim=1).tolist(), default=0))
+    own = scores.masked_fill(~right, -math.inf).topk(most, dim=1).values
+    wrong = scores.masked_fill(right, -math.inf)
+    wrong = wrong.topk(limit, dim=1).values.flip(1) if limit < wrong.shape[1] else wrong.sort(dim=1).values
+    before = wrong.shape[1] - torch.searchsorted(wrong, own)  # wrong rows with at least this score
+    places = before + torch.arange(1.0, most + 1, dtype=torch.float64, device=own.device)
+    return places.masked_fill(own == -math.inf, math.inf)

@@ -518,7 +518,8 @@ def metrics() -> list[Call]:
             found.append(Call(f"{kind}.update", rows, partial(updates, kind)))
         found.append(Call(f"{kind}.update", {"sample_weight": share}, partial(updates, kind)))
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
-    for kind, settings in (("EmbeddingRecall", {"k": 3}), ("EmbeddingAveragePrecision", {"at_r": True})):
+    of_embeddings = {f"Embedding{name}": {"k": 3} for name in ("Recall", "Precision", "ReciprocalRank")}
+    for kind, settings in (of_embeddings | {"EmbeddingAveragePrecision": {"at_r": True}}).items():
         found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]
         others = {"references": lambda: normal(17, 4, seed=2), "reference_labels": lambda: torch.arange(17) % 5}
         found.append(Call(f"{kind}.update", others, partial(embeds, kind=kind)))

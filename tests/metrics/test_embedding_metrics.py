@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor
+from torchmetrics.retrieval import RetrievalMRR, RetrievalPrecision
 from workers import error_of
 
 from fullrank.kernels.costs import TABLE
-from fullrank.metrics import EmbeddingAveragePrecision, EmbeddingRecall
+from fullrank.metrics import EmbeddingAveragePrecision, EmbeddingPrecision, EmbeddingRecall, EmbeddingReciprocalRank
 
-K = (1, 3, 10)
+K = (1, 3, 100)  # the last is more than there are rows
+ONE = "precision", "at r", "first", "first at 3"  # the metrics with one value
 
 
 def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def by_loops(rows: Tensor, labels: Tensor, is_query: list[bool], is_key: list[bool]) -> dict[str, list[float]]:
-    """Return the means of recall at each k, of the average precision and of that of the first R rows."""
+    """Return the means of each metric; some have a value for each k."""
     unit, found = torch.nn.functional.normalize(rows.double(), dim=1), []
     live = [i for i, label in enumerate(labels.tolist()) if label != -100]
     for i in (i for i in live if is_query[i]):
@@ -37,9 +39,11 @@ def by_loops(rows: Tensor, labels: Tensor, is_query: list[bool], is_key: list[bo
         if total:
             precisions = [sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits) if hit]
             first = [sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits[:total]) if hit]
-            found.append([*(float(any(hits[:k])) for k in K), sum(precisions) / total, sum(first) / total])
-    *recall, precision, at_r = (sum(column) / len(found) for column in zip(*found))
-    return {"recall": recall, "precision": [precision], "at r": [at_r]}
+            values = [float(any(hits[:k])) for k in K] + [sum(hits[:k]) / k for k in K]
+            top = 1 / (1 + hits.index(True))
+            found.append([*values, sum(precisions) / total, sum(first) / total, top, top if top >= 1 / 3 else 0.0])
+    means = [sum(column) / len(found) for column in zip(*found)]
+    return {"recall": means[:3], "at k": means[3:6], **{name: [mean] for name, mean in zip(ONE, means[6:])}}
 
 
 def values_of(metric: Any) -> list[float]:
@@ -50,8 +54,10 @@ def values_of(metric: Any) -> list[float]:
 
 
 def metrics(**options: Any) -> dict[str, Any]:
-    precision, at_r = (EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True))
-    return {"recall": EmbeddingRecall(K, **options), "precision": precision, "at r": at_r}
+    one = [EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True)]
+    one += [EmbeddingReciprocalRank(k, **options) for k in (None, 3)]
+    at_k = {"recall": EmbeddingRecall(K, **options), "at k": EmbeddingPrecision(K, **options)}
+    return {**at_k, **dict(zip(ONE, one))}
 
 
 @pytest.mark.parametrize("with_references", [False, True], ids=["alone", "references"])
@@ -78,16 +84,36 @@ def test_they_are_those_of_pytorch_metric_learning() -> None:
     accuracy = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
     inference = pytest.importorskip("pytorch_metric_learning.utils.inference")
     distances = pytest.importorskip("pytorch_metric_learning.distances")
-    names = "precision_at_1", "mean_average_precision", "mean_average_precision_at_r"
+    names = "precision_at_1", "mean_average_precision", "mean_average_precision_at_r", "mean_reciprocal_rank"
     knn = inference.CustomKNN(distances.CosineSimilarity())
     theirs = accuracy.AccuracyCalculator(include=names, k=59, knn_func=knn)
     rows, labels = rows_of(60)
     labels = labels.abs() % 5
     expected = theirs.get_accuracy(rows, labels)
-    ours = {"recall": names[0], "precision": names[1], "at r": names[2]}
-    for name, metric in metrics().items():
+    ours = {"recall": names[0], "at k": names[0], "precision": names[1], "at r": names[2], "first": names[3]}
+    for name in ours:
+        metric = metrics()[name]
         metric.update(rows, labels)
         assert values_of(metric)[0] == pytest.approx(expected[ours[name]], rel=1e-6)
+
+
+def test_they_are_those_of_torchmetrics_over_a_list_of_candidates() -> None:
+    """Precision and reciprocal rank, of queries that rank references; float32 scores of few bits are exact."""
+    generator = torch.Generator().manual_seed(0)
+    rows, others = (torch.eye(8)[torch.randint(0, 8, (count,), generator=generator)] for count in (30, 40))
+    others = (others + torch.rand(40, 8, generator=generator)).bfloat16().float()
+    labels, names = torch.arange(30) % 4, torch.arange(40) % 5
+    scores = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(others).T
+    flat = scores.flatten(), (labels[:, None] == names).flatten(), torch.arange(30).repeat_interleave(40)
+    theirs = [RetrievalPrecision(top_k=k) for k in K] + [RetrievalMRR(), RetrievalMRR(top_k=3)]
+    expected = [float(one(*flat)) for one in theirs]
+    found: list[float] = []
+    for name in ("at k", "first", "first at 3"):
+        metric = metrics()[name]
+        metric.update(rows, labels, references=others, reference_labels=names)
+        found += values_of(metric)
+    assert found == pytest.approx(expected, rel=1e-6)  # theirs is float32
+    assert len({*expected}) == 5  # the control
 
 
 @on_ranks()
@@ -149,10 +175,12 @@ def test_ties_and_what_is_not_finite() -> None:
         metric.reset()
         metric.update(torch.full((4, 4), math.nan), torch.zeros(4).long())
         assert all(map(math.isnan, values_of(metric)))
-    recall, precision = EmbeddingRecall(1), EmbeddingAveragePrecision(at_r=True)
-    for metric in (recall, precision):
+    recall, worst = EmbeddingRecall(1), EmbeddingReciprocalRank()
+    for metric in (recall, EmbeddingPrecision(8), EmbeddingAveragePrecision(at_r=True), EmbeddingReciprocalRank(8)):
         metric.update(torch.ones(12, 4), labels)
         assert metric.compute() == 0
+    worst.update(torch.ones(12, 4), labels)
+    assert worst.compute() == pytest.approx(1 / 9)  # below eight rows of other labels
     with pytest.raises(ValueError, match="k: expected 1 to 7 numbers"):
         EmbeddingRecall(range(1, 9))
     with pytest.raises(ValueError, match="reference_labels: expected a tensor, because the other one is given"):
