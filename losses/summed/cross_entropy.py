@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -25,6 +26,7 @@ from .softmax_focal import check_classes, check_element_weight
 TorchReduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
+_LARGE = 0.25  # of the largest number: infinity for a logit, whose differences do not overflow
 _FEW = 8  # up to so many weights are listed in the text that the ranks compare; of more, it has the shape and a hash
 
 
@@ -91,9 +93,11 @@ class CrossEntropyLoss(TorchLikeLoss):
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 
     Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
-    number of elements. There are six differences. Without a valid element torch gives NaN. Ignored elements may have
-    NaN for logits. Half precision is returned in float32. Class indices may be floats that are whole numbers. Inputs
-    (N, 1), whose loss is always 0, and inputs (C,) raise. So do weights that are negative or not finite.
+    number of elements. There are seven differences. Without a valid element torch gives NaN. Ignored elements may have
+    NaN for logits. A class with a probability of 0 may have the logit -inf, as the padding of a list: it adds 0, where
+    torch gives NaN, and smoothing spreads over the others. Half precision is returned in float32. Class indices may be
+    floats that are whole numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise. So do weights that are
+    negative or not finite.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
@@ -155,9 +159,9 @@ class CrossEntropyLoss(TorchLikeLoss):
         weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
         # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
         reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
-        values = F.cross_entropy(
-            x, y, weight, ignore_index=self.ignore_index, reduction=reduction, label_smoothing=self.label_smoothing
-        )
+        of = partial(F.cross_entropy, weight=weight, ignore_index=self.ignore_index, reduction=reduction)
+        usual = partial(of, x, y, label_smoothing=self.label_smoothing)
+        values = _finite(usual, lambda: of(*self._unpadded(x, y)), x) if y.is_floating_point() else usual()
         return Elements.of(values, math.prod(shape), counted, weight_with_check, self.reduction == "mean", checks)
 
     def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
@@ -170,7 +174,10 @@ class CrossEntropyLoss(TorchLikeLoss):
             if valid is not None:
                 y, present = y.where(valid, 0), valid.to(x.dtype).unsqueeze(1)
             shares = torch.zeros_like(x).scatter_(1, y.unsqueeze(1), present.expand(num_rows, 1, *x.shape[2:]))
-        smoothed = torch.lerp(shares, present / num_classes, self.label_smoothing)
+        if y.is_floating_point():
+            x, smoothed = self._unpadded(x, y)
+        else:
+            smoothed = torch.lerp(shares, present / num_classes, self.label_smoothing)
         # Where the share is 0 the logarithm may be infinite.
         losses = torch.where(smoothed > 0, -smoothed * F.log_softmax(x, dim=1), 0.0)
         weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
@@ -195,6 +202,13 @@ class CrossEntropyLoss(TorchLikeLoss):
             x, y = x.masked_fill(~valid.unsqueeze(1), 0.0), y.masked_fill(~valid, self.ignore_index)
         return x, y, valid, checks
 
+    def _unpadded(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and smoothed probabilities to which a class of -inf without a probability adds exactly 0."""
+        absent = (x == -math.inf) & (y == 0)
+        share = self.label_smoothing / (~absent).sum(dim=1, keepdim=True, dtype=torch.float64)
+        smoothed = y * (1 - self.label_smoothing) + share.to(y.dtype)
+        return x.masked_fill(absent, -_LARGE * torch.finfo(x.dtype).max), smoothed.masked_fill(absent, 0.0)
+
     def _weights_of(self, x: Tensor) -> Tensor | None:
         if self.weight is None:
             return None
@@ -211,7 +225,8 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
 
-    with p the ``pos_weight`` and n the number of elements of all ranks. Half precision is returned in float32.
+    with p the ``pos_weight`` and n the number of elements of all ranks. Half precision is returned in float32. A logit
+    of -inf with the target 0, and of inf with 1, adds 0, where torch gives NaN.
 
     Args:
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
@@ -266,9 +281,9 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         weight_with_check = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)
         # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
         reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
-        values = F.binary_cross_entropy_with_logits(
-            x, targets.to(x.dtype), weight, pos_weight=pos_weight, reduction=reduction
-        )
+        y = targets.to(x.dtype)
+        of = partial(F.binary_cross_entropy_with_logits, weight=weight, pos_weight=pos_weight, reduction=reduction)
+        values = _finite(partial(of, x, y), lambda: of(_settled(x, y), y), x)
         return Elements.of(values, x.numel(), None, weight_with_check, self.reduction == "mean", checks)
 
     def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
@@ -297,3 +312,19 @@ class BCEWithLogitsLoss(TorchLikeLoss):
             fix = "Pass weights of the rows as sample_weight."
             raise ValueError(expected(name, f"a shape that can be broadcast to {tuple(x.shape)}", weight, fix))
         return weight.detach().to(x)
+
+
+def _finite(usual: Callable[[], Tensor], other: Callable[[], Tensor], x: Tensor) -> Tensor:
+    """Return what ``usual`` returns if the host sees that it is finite, else what ``other`` returns.
+
+    Both return the same for finite logits ``x``. An accelerator is not waited for.
+    """
+    values = usual() if x.is_cpu and has_values(x) else None
+    return other() if values is None or not bool(values.detach().sum().isfinite()) else values
+
+
+def _settled(x: Tensor, y: Tensor) -> Tensor:
+    """Return finite logits where they are infinite and on the side of a target of 0 or 1, so that the loss is 0."""
+    large, values = _LARGE * torch.finfo(x.dtype).max, x.detach()
+    finite = values.clamp(-large, large)
+    return torch.where((values == y.logit()) & (values != finite), finite, x)  # logit(0) = -inf and logit(1) = inf

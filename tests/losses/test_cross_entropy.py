@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loss_cases import IGNORED, normal
+from on_ranks import on_ranks
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -82,6 +84,71 @@ def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, po
         made = [None if one is None else normal(*sizes[one], seed=5).to(dtype).abs() for one in (weight, pos_weight)]
         options: dict[str, Any] = {"weight": made[0], "pos_weight": made[1], "reduction": reduction}
         assert_as_torch(BCEWithLogitsLoss(**options), nn.BCEWithLogitsLoss(**options), logits, targets)
+
+
+@pytest.mark.parametrize("weight", [None, "given", "balanced"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_padded_lists_are_lists_of_their_own(weight: str | None, smoothing: float, reduction: str) -> None:
+    """Probabilities with -inf where a list is padded, one list without a candidate. The control: torch."""
+    if weight == "balanced" and reduction != "mean":
+        return
+    logits, lengths = 2 * normal(7, 6), torch.tensor([6, 3, 1, 0, 5, 2, 6])
+    absent = torch.arange(6) >= lengths[:, None]
+    targets = normal(7, 6, seed=3).masked_fill(absent, -torch.inf).softmax(dim=1).nan_to_num()
+    logits = logits.masked_fill(absent, -torch.inf).requires_grad_()
+    of_classes = normal(6, seed=4).abs() if weight == "given" else None
+    if weight == "balanced":
+        masses = targets.sum(dim=0)
+        of_classes = masses.sum() / (6 * masses)
+    lists = []
+    for row, target, length in zip(logits, targets, lengths):
+        smoothed = (1 - smoothing) * target[:length] + smoothing / max(int(length), 1)
+        factors = smoothed if of_classes is None else smoothed * of_classes[:length]
+        lists.append(-(factors * row[:length].log_softmax(dim=0)).sum())
+    elements, divisor = torch.stack(lists), targets.sum() if weight == "balanced" else 7
+    expected = {"mean": elements.sum() / divisor, "sum": elements.sum(), "none": elements}[reduction]
+    loss = CrossEntropyLoss("balanced" if weight == "balanced" else of_classes, -100, reduction, smoothing)
+    theirs = nn.CrossEntropyLoss(of_classes, reduction=reduction, label_smoothing=smoothing)(logits, targets)
+    for given in (None, torch.ones(7, dtype=torch.float64)):
+        value = loss(logits, targets, sample_weight=given)
+        assert_close(value, expected, rtol=1e-13, atol=1e-14)
+        slopes = [torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (value, expected)]
+        assert_close(*slopes, rtol=1e-13, atol=1e-14)
+    assert not theirs.sum().isfinite()
+    wrong = targets.clone()
+    wrong[1, 5] = 0.5  # a probability for what cannot be
+    assert loss(logits, wrong).sum() == torch.inf
+
+
+@on_ranks()
+def test_padded_lists_over_ranks(rank: int) -> None:
+    """Uneven ranks, of which one has a single empty list or none. The control: the mean of each rank."""
+    cuts = [[0, 4, 5], [0, 0, 4, 5]][dist.get_world_size() - 2]
+    own, absent = slice(cuts[rank], cuts[rank + 1]), torch.arange(4) >= torch.tensor([4, 1, 3, 2, 0])[:, None]
+    logits, targets = normal(5, 4).masked_fill(absent, -torch.inf), normal(5, 4, seed=3).softmax(dim=1)
+    targets = targets.masked_fill(absent, 0.0)
+    loss, found = CrossEntropyLoss(label_smoothing=0.1), []
+    for rows, loss.gather_distributed in ((slice(0, 5), False), (own, None), (own, False)):
+        leaf = logits[rows].clone().requires_grad_()
+        value = loss(leaf, targets[rows])
+        found.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    (whole, slopes), (value, of_own), (alone, _) = found
+    assert_close(value, whole, rtol=1e-14, atol=0.0)
+    assert_close(of_own / dist.get_world_size(), slopes[own], rtol=1e-14, atol=1e-16)
+    assert abs(alone - whole) > 1e-2
+
+
+@pytest.mark.parametrize("options", [{}, {"pos_weight": torch.tensor(3.0)}, {"class_weight": "balanced"}])
+def test_infinite_logits_on_the_side_of_their_target_add_nothing(options: dict[str, Any]) -> None:
+    """As a logit of 800, since exp(-800) is 0. The control: torch."""
+    logits, targets = normal(12), (torch.arange(12) % 3 == 0).double()
+    logits[:4] = torch.tensor([torch.inf, -torch.inf, -torch.inf, torch.inf])
+    loss = BCEWithLogitsLoss(**options)
+    found, expected = both(loss, lambda x, y: loss(x.clamp(-800, 800), y), logits, targets)  # type: ignore[arg-type]
+    assert_close(found, expected, rtol=1e-14, atol=0.0)
+    assert nn.BCEWithLogitsLoss()(logits, targets).isnan()
+    assert not loss(-logits, targets).isfinite()
 
 
 def test_controls_other_means_are_seen() -> None:
