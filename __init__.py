@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 
 from .accumulation import DeferredMean, PipelineMean, accumulate, count_valid_tokens, pooled_backward, windows
-from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean
+from .distributed import all_gather_no_grad, all_gather_with_grad, gather_rows, global_mean, global_sum
 from .errors import RankError
 from .gradients import (
     all_reduce_grads_,
@@ -88,6 +88,7 @@ __all__ = [
     "discard_gradients_",
     "gather_rows",
     "global_mean",
+    "global_sum",
     "maybe_no_sync",
     "pooled_backward",
     "sequence_sync_group",

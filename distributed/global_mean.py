@@ -1,4 +1,4 @@
-"""Divide a sum over all ranks by a count over all ranks. The ranks exchange two scalars each, and no rows."""
+"""Sums over all ranks, and sums divided by counts. The ranks exchange two scalars each, or one tensor, and no rows."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def mean_agreed(
         offer = bring()
         return replace(offer, totals=(*offer.totals, float(gather.is_of_local_gather(offer.value, group))))
 
-    looks = 0 < gather.num_with_grad <= gather.FIRST and torch.is_grad_enabled()
-    agreed = agree_on(call, group, look if looks else bring)
+    agreed = agree_on(call, group, look if _looks() else bring)
     total = agreed.value
     totals, counts, are_gathered, *_ = zip(*agreed.totals)
     if any(are_gathered) and max(totals) - min(totals) > 1e-3 * max(map(abs, totals)):  # more than rounding
@@ -122,10 +121,7 @@ def global_mean(
 
     def bring() -> Offer[Tensor]:
         check_gradient_reduction(gradient_reduction)
-        if not isinstance(total, Tensor):
-            raise TypeError(expected("total", "a tensor", total, "Pass the summed loss, with its graph."))
-        if not total.is_floating_point():
-            raise TypeError(expected("total", "a floating-point tensor", total, "Use total.float()."))
+        _check_floats("total", total)
         if total.numel() != 1:
             raise ValueError(expected("total", "one element", total, "Sum the losses first."))
         if isinstance(count, Tensor) and count.numel() != 1:
@@ -142,3 +138,65 @@ def global_mean(
     if resolved is None or alone(resolved, gradient_reduction):
         return note_kind(local_mean(total, bring().totals[1]), mean=True)
     return note_kind(mean_agreed("global_mean", resolved, bring, gradient_reduction=gradient_reduction), mean=True)
+
+
+@not_compiled
+def global_sum(value: Tensor, group: Group = None, *, gradient_reduction: str | int = "mean") -> Tensor:
+    r"""Add up the tensors of the ranks, for a loss that is a function of sums over the rows of all ranks.
+
+    .. math:: \sum_r v_r
+
+    Equal to ``value_of_all_rows`` in one process, such as the sums of a batch Dice or of a covariance. Every rank must
+    compute the same loss from the sum. A sum of losses divided by a count is :func:`global_mean`.
+
+    Args:
+        value: (*) floating-point, this rank's sum over its rows, of one shape and dtype on every rank.
+        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
+        gradient_reduction: see :func:`global_mean`.
+
+    Returns:
+        (*) in the dtype of ``value``, the same bits on every rank. Without a process group, ``value`` itself.
+
+    Raises:
+        TypeError: when ``value`` is not a floating-point tensor.
+        ValueError: for shapes, dtypes or need of gradient that differ between ranks; in the first calls, for a sum of
+            rows that a gather with the local backward has gathered.
+
+    Distributed: one collective forward, or two as in :func:`gather_rows`, and none backward. Errors on every rank.
+
+    Example:
+        >>> import torch
+        >>> sums = global_sum(torch.tensor([3.0, 8.0]))  # such as 2 sum(p t) and sum(p + t)
+        >>> 1 - sums[0] / sums[1]
+        tensor(0.6250)
+    """
+
+    def bring() -> Offer[Tensor]:
+        check_gradient_reduction(gradient_reduction)
+        _check_floats("value", value)
+        if resolved is not None and _looks() and gather.is_of_local_gather(value, resolved):
+            fix = "Leave the gather out, or pass backward='reduce_scatter' to it."
+            got = Words("one of rows that were gathered with backward='local'")
+            raise ValueError(expected("value", "a sum of the rows of this rank", got, fix))
+        facts = {"gradient_reduction": State(gradient_reduction, SAME_REDUCTION)}
+        return Offer(value, facts, tensors=(value[None],), names=("value",))
+
+    resolved = resolve_group(group) if group is not None or is_initialized() else None
+    if resolved is None or alone(resolved, gradient_reduction):
+        return bring().value
+    refuse_in_backward("global_sum")
+    agreed = gather.gather_agreed("global_sum", resolved, bring, gradient_reduction=gradient_reduction)
+    total: Tensor = agreed.tensors[0].sum(dim=0)
+    return total
+
+
+def _check_floats(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(expected(name, "a tensor", value, "Pass the summed loss, with its graph."))
+    if not value.is_floating_point():
+        raise TypeError(expected(name, "a floating-point tensor", value, f"Use {name}.float()."))
+
+
+def _looks() -> bool:
+    """Return whether a sum is searched for rows of a gather: in the first calls, where gradients are enabled."""
+    return 0 < gather.num_with_grad <= gather.FIRST and torch.is_grad_enabled()

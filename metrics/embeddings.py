@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.global_mean import global_sum
 from ..distributed.group import resolve_group
-from ..distributed.header import Offer, agree_on
 from ..errors import check_count, check_int, expected, warn
 from ..kernels.registration import exact
 from ..losses.arguments import completed
@@ -22,7 +22,6 @@ from .torchmetrics_private import GatheredMetric
 _BOTH, _QUERY, _KEY = range(3)  # what a row is
 _PAIRED = torch.iinfo(torch.int64).min  # stands for the label of a pair until all pairs are numbered
 _FEWEST_PAIRS = 16  # with fewer, labels of few classes may look like numbers
-_MOST_VALUES = 7  # with the number of queries they fit into one header
 
 
 @completed()
@@ -44,8 +43,8 @@ class EmbeddingMetric(GatheredMetric):
         and M rows.
 
     Distributed:
-        Every rank must call ``compute``. A header, the rows, and a header with the sums of each rank over its part of
-        the queries. Every rank gets the same value.
+        Every rank must call ``compute``. A header, the rows, and the sums of each rank over its part of the queries.
+        Every rank gets the same value.
     """
 
     full_state_update = False
@@ -127,8 +126,7 @@ class EmbeddingMetric(GatheredMetric):
             group = resolve_group(self.process_group, name="process_group")
             queries = queries[group.rank() :: group.size()]
         sums = exact(self._sums)(rows, labels, queries, keys)
-        agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: Offer(None, totals=sums.tolist()))
-        total = sums.new_tensor(agreed.totals).sum(dim=0)[: len(sums)]
+        total = sums if group is None else global_sum(sums, group)
         if len(rows) and total[-1] == 0:
             warn(f"{type(self).__name__}: no query has another row of its label, so that the mean over them is NaN.")
         values = total[:-1] / total[-1]
@@ -185,7 +183,7 @@ class _AtK(EmbeddingMetric):
     """Base of the metrics of the first k rows.
 
     Args:
-        k: up to 7 numbers >= 1: ``compute`` returns a dictionary with a scalar for each. Or one number: it returns a
+        k: numbers >= 1: ``compute`` returns a dictionary with a scalar for each. Or one number: it returns a
             scalar, which a MetricCollection with a prefix needs.
     """
 
@@ -200,8 +198,8 @@ class _AtK(EmbeddingMetric):
         **kwargs: Any,
     ) -> None:
         numbers = tuple(k) if isinstance(k, Sequence) and not isinstance(k, str) else (k,)
-        if not 0 < len(numbers) <= _MOST_VALUES:
-            raise ValueError(expected("k", f"1 to {_MOST_VALUES} numbers", k))
+        if not numbers:
+            raise ValueError(expected("k", "at least one number", k))
         super().__init__(num_features, ignore_index, **kwargs)
         checked = tuple(check_count("k", number, 1) for number in numbers)
         self.k = checked if isinstance(k, Sequence) else checked[0]

@@ -94,6 +94,14 @@ def means(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     return [(found, normal(11).square().mean()), (slope / divisor(given), 2 * leaf / 11)]
 
 
+def sums(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    rows, slope = normal(11, 2), normal(2, seed=1)
+    leaf = own(rows)[0].clone().requires_grad_()
+    found = call(leaf.square().sum(dim=0))
+    (of_rows,) = torch.autograd.grad(found @ slope, leaf)
+    return [(found, rows.square().sum(dim=0)), (of_rows / divisor(given), own(2 * rows * slope)[0])]
+
+
 def sums_of_sigmoids(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     keys, weights = fullrank.gather_rows(*own(normal(11), normal(11, 3, seed=1)))
     expected = torch.sigmoid((normal(11) - normal(11)[:, None]) / 0.5) @ normal(11, 3, seed=1)
@@ -534,6 +542,7 @@ CALLS: list[Call] = [
     Call("all_gather_with_grad", {"group": WORLD, "gradient_reduction": "sum"}, gathers),
     Call("all_gather_with_grad", {"backward": "reduce_scatter"}, gathers),
     Call("global_mean", {"group": WORLD, "gradient_reduction": "sum"}, means),
+    Call("global_sum", {"group": WORLD, "gradient_reduction": "sum"}, sums),
     Call("sigmoid_sums", {"method": "direct"}, sums_of_sigmoids),
     Call("accumulate", {"group": WORLD}, accumulates),
     Call("accumulate", {"sync": "each"}, accumulates),

@@ -150,6 +150,10 @@ def _fraction(generator: torch.Generator, rank: int) -> Arguments:
     return {"total": _rows(generator, rank)["logits"].sum(), "count": 7 + rank}
 
 
+def _sum(generator: torch.Generator, rank: int) -> Arguments:
+    return {"value": _rows(generator, rank)["logits"].sum(dim=0)}
+
+
 _UNKNOWN = "gradient_reduction: expected 'mean', 'sum' or"
 _BAD_REDUCTION = {"reduction": Fault(lambda _: {"gradient_reduction": "average"}, "ValueError", _UNKNOWN)}
 _OTHER_REDUCTION = {
@@ -165,6 +169,14 @@ _BAD_FRACTION = {
     "count not a number": _wrong("count", lambda n: "many", "TypeError", "count: expected a number or a tensor"),
     "count of nan": _wrong("count", lambda n: torch.tensor(torch.nan), "ValueError", "a number >= 0, got nan"),
     "two counts": _wrong("count", lambda n: torch.ones(2), "ValueError", "count: expected one element"),
+    **_BAD_REDUCTION,
+}
+
+
+_BAD_SUM = {
+    "not a tensor": _wrong("value", lambda x: 3.0, "TypeError", "value: expected a tensor, got 3.0"),
+    "integers": _wrong("value", lambda x: x.detach().long(), "TypeError", "value: expected a floating-point tensor"),
+    "elsewhere": _wrong("value", lambda x: x.to("meta"), "ValueError", "a device that the process group serves"),
     **_BAD_REDUCTION,
 }
 
@@ -283,6 +295,12 @@ _DIFFERENT_FRACTION = {
     "dtype": _wrong("total", lambda x: x.float(), "ValueError", "dtype: torch.float"),
     **_OTHER_REDUCTION,
 }
+_DIFFERENT_SUM = {
+    "gradient": _wrong("value", lambda x: x.detach(), "ValueError", "with gradient"),
+    "dtype": _wrong("value", lambda x: x.float(), "ValueError", "float32 (N, 3)"),
+    "shape": _wrong("value", lambda x: x[:1], "ValueError", "float64 (N, 1)"),
+    **_OTHER_REDUCTION,
+}
 _BAD_SECOND = {
     **_bad_tensor("second"),
     **_BAD_REDUCTION,
@@ -323,6 +341,7 @@ CALLS |= {
         "gather_rows", _pair, _BAD_SECOND, _DIFFERENT_FIRST, lambda gathered: _slopes(gathered[0])
     )._replace(make=lambda: _gather_rows),
     "global_mean": _gather("global_mean", _fraction, _BAD_FRACTION, _DIFFERENT_FRACTION),
+    "global_sum": _gather("global_sum", _sum, _BAD_SUM, _DIFFERENT_SUM, lambda total: total.square().sum()),
 }
 BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]
 DIFFERENT = [(name, kind) for name, call in CALLS.items() for kind in call.differ]

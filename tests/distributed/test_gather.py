@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from gradient_cases import Case
-from loss_cases import FORMS, SUMMED, slowly
+from loss_cases import FORMS, SUMMED, normal, slowly
 from meshes import group_of, init_device_mesh
 from on_ranks import on_ranks
-from subjects import NUM_FEATURES, Model, error
+from subjects import NUM_FEATURES, Model, error, gradient, wrap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -163,6 +163,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {  # a value of the rows of all ranks,
         fullrank.all_gather_with_grad(x, backward="reduce_scatter", **given).pow(3).sum()
     ),
     "global_mean": lambda x, **given: fullrank.global_mean(x.pow(3).sum(), len(x), **given),
+    "global_sum": lambda x, **given: fullrank.global_sum(x.pow(3).sum(dim=0), **given).square().sum(),
 }
 
 
@@ -201,6 +202,41 @@ def test_global_mean(rank: int, totals: tuple[float, ...], counts: tuple[int, ..
         assert mean.item() == pytest.approx(sum(totals[:size]) / number, rel=1e-15)
         assert own.grad.item() == pytest.approx(size / number, rel=1e-15)
         assert (forward.total, backward.total) == (1, 0)
+
+
+def dice_sums(model: Any, rows: Tensor, masks: Tensor) -> Tensor:
+    p = model(rows)[:, 0].sigmoid()
+    return torch.stack([2 * (p * masks).sum(), (p + masks).sum()])
+
+
+@on_ranks()
+def test_batch_dice_over_ranks_and_micro_batches(rank: int) -> None:
+    """Ranks have different numbers of micro-batches; of three ranks the last has no rows. The control: own sums."""
+    rows, masks = normal(17, 7), (normal(17, seed=1) > 0.5).double()
+    own = [slice(0, 5), slice(5, 17), slice(17, 17)][rank]
+    alone, found = Model(num_outputs=1), []
+    total = dice_sums(alone, rows, masks)
+    (value := 1 - total[0] / total[1]).backward()
+    for summed in (fullrank.global_sum, torch.clone):
+        model = wrap(Model(num_outputs=1), "ddp")
+
+        def loss(sums: Tensor, summed: Any = summed) -> Tensor:
+            overlap, size = summed(sums)
+            return 1 - overlap / size.clamp_min(1e-9)
+
+        of_rows = loss(dice_sums(model, rows[own], masks[own]))
+        of_rows.backward()
+        found.append((error(of_rows.detach(), value.detach()), error(gradient(model), gradient(alone))))
+        model.zero_grad()
+        of_window = fullrank.pooled_backward(
+            model,
+            [*zip(rows[own].split(3), masks[own].split(3))],
+            forward=lambda batch, model=model: dice_sums(model, *batch)[None],
+            loss=lambda sums, _: loss(sums.sum(dim=0)),
+        )
+        found.append((error(of_window, value.detach()), error(gradient(model), gradient(alone))))
+    assert max(map(max, found[:2])) <= 1e-12
+    assert min(map(min, found[2:])) > 1e-3
 
 
 LEARNED = {"info_nce learned": {"learn_temperature": True}, "siglip learned": {"learn": True}}
@@ -355,6 +391,7 @@ def test_global_mean_without_process_group_divides() -> None:
     total = torch.tensor(6.0, requires_grad=True)
     fullrank.global_mean(total, torch.tensor(4)).backward()
     assert total.grad == 0.25
+    assert fullrank.global_sum(total) is total
 
 
 @pytest.mark.parametrize("bad", ["median", 0, -1, 1.5, True, None])
@@ -363,3 +400,5 @@ def test_unknown_gradient_reduction(bad: object) -> None:
         fullrank.SmoothAPLoss(1, gradient_reduction=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_reduction"):
         fullrank.global_mean(torch.tensor(1.0), 1, gradient_reduction=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradient_reduction"):
+        fullrank.global_sum(torch.ones(2), gradient_reduction=bad)  # type: ignore[arg-type]

@@ -259,3 +259,15 @@ def test_a_sum_that_differs_between_ranks_needs_the_gradients_of_all(rank: int, 
         assert gap("reduce_scatter") <= 1e-12
     gather.num_with_grad = gather.FIRST  # a steady step does not look
     assert (gap("local") > 0.1) == (name in GUARDED)
+
+
+@on_ranks(2)
+def test_a_global_sum_of_gathered_rows_is_refused(rank: int) -> None:
+    """Each rank would add what all have; with reduce_scatter the sums may be of own rows against all."""
+    gather.num_with_grad = 0  # as in a new process
+    own = torch.ones(2 + rank, 3, requires_grad=True)
+    for backward, expected in (("local", "ValueError"), ("reduce_scatter", "none")):
+        rows = fullrank.all_gather_with_grad(own, backward=backward)  # type: ignore[arg-type]
+        kind, text = error_of(partial(fullrank.global_sum, rows.square().sum()))
+        assert kind == expected
+        assert kind == "none" or "value: expected a sum of the rows of this rank, got one of rows that were" in text

@@ -19,7 +19,7 @@ import fullrank
 from fullrank.distributed import header
 
 # A gather of every kind, and the first loss of every kind.
-NAMES = ["gather_rows", "all_gather_with_grad_reduce_scatter", "global_mean"]
+NAMES = ["gather_rows", "all_gather_with_grad_reduce_scatter", "global_mean", "global_sum"]
 NAMES += {call.form.loss.kind: name for name, call in reversed(CALLS.items()) if call.form}.values()
 
 

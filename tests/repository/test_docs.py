@@ -58,6 +58,11 @@ def squared_margin(scores: Tensor, targets: Tensor) -> Tensor:
     return torch.stack(pairs).mean()
 
 
+def batch_dice(scores: Tensor, targets: Tensor) -> Tensor:
+    p = scores[:, 0].sigmoid()
+    return 1 - 2 * (p * targets).sum() / (p + targets).sum()
+
+
 def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[float, float]:
     """Return the errors of loss and gradient of a block that takes one step with ``network`` on this rank's rows."""
     rows = make_rows(36)
@@ -95,7 +100,7 @@ ELSEWHERE |= {f"recipes/{name}.md" for name in RECIPES}
 SEVERAL_PROCESSES = {"distributed.md", "agreement.md", "gradient-norm.md"}
 # One namespace per page, one process, in the order of the page; what they print is on the page.
 IN_ORDER = {page for page, text in PAGES.items() if "```python" in text} - ELSEWHERE - SEVERAL_PROCESSES
-DDP, FSDP, SUM, OWN_LOSS, TWO_HEADS, VALIDATION = blocks("distributed.md")
+DDP, FSDP, SUM, OWN_LOSS, DICE, TWO_HEADS, VALIDATION = blocks("distributed.md")
 (DIFFERENT_STEPS,) = blocks("agreement.md")
 CLIP, EXPERTS, STAGES, TIED = blocks("gradient-norm.md")
 *_, TRAIN = blocks("tutorial.md")
@@ -156,6 +161,7 @@ STEPS = {
     "HSDP": (HSDP, "smooth_ap", False, None),
     "sum": (SUM, "smooth_ap", False, (', gradient_reduction="sum"', "")),
     "own loss": (OWN_LOSS, "squared_margin", True, ("gather_rows(scores, targets)", "scores, targets")),
+    "batch dice": (DICE, "batch_dice", True, ("global_sum(sums)", "sums")),
     "two heads": (TWO_HEADS, "two_heads", True, ("-network(features)", "network(features)")),
 }
 
