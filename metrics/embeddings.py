@@ -48,7 +48,6 @@ class EmbeddingMetric(GatheredMetric):
     """
 
     full_state_update = False
-    result_shape = ()
     higher_is_better = True
     is_differentiable = False
     plot_lower_bound = 0.0

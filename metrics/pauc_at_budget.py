@@ -5,36 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
 from ..losses.pooled.pool import PerClass, Pool
-from .ranking_metric import Average, RankingMetric, mass_of
+from .ranking_metric import Average, Ranked, RankingMetric
 
-
-def _area_between(x: Tensor, y: Tensor, vertex: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the area (C,) in [alpha, beta] under the polyline through (0, 0) and the points that are a ``vertex``."""
-    x0, y0 = _previous_vertex(x, vertex), _previous_vertex(y, vertex)
-    width = x - x0
-    slope = (y - y0) / torch.where(width > 0, width, torch.ones_like(width))
-    left, right = x0.clamp(alpha, beta), x.clamp(alpha, beta)
-    # The mean of a straight segment is its value in the middle. A segment that is vertical or outside has width 0.
-    area = (right - left) * (y0 + slope * ((left + right) / 2 - x0))
-    return area.masked_fill(~vertex, 0.0).sum(dim=1)
-
-
-def _previous_vertex(values: Tensor, vertex: Tensor) -> Tensor:
-    """Return for each entry the value at the vertex before it, 0 before the first. Values must not decrease."""
-    reached = values.masked_fill(~vertex, 0.0).cummax(dim=1).values
-    return torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=1)
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @completed()
 class PAUCAtBudget(RankingMetric):
     r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalized.
 
-    Equal, for ``alpha=0, beta=1``, to ``sklearn.metrics.roc_auc_score``; O(N log N) time and O(N C) memory.
+    Equal, for ``alpha=0, beta=1``, to ``sklearn.metrics.roc_auc_score``; O(N log N) time and O(N C) memory. With
+    ``indexes`` it is the mean over the queries, such as users, of the area of each; those without a positive or without
+    a negative are left out.
 
     .. math:: \frac{1}{\beta - \alpha} \int_\alpha^\beta \mathrm{TPR}(u) \, du
 
@@ -59,6 +46,7 @@ class PAUCAtBudget(RankingMetric):
     """
 
     own_arguments = "alpha", "beta", "budget_basis"
+    ranks_queries = True
 
     def __init__(
         self,
@@ -77,21 +65,29 @@ class PAUCAtBudget(RankingMetric):
         check_area(PartialArea(alpha, beta, surrogate="trapezoid", budget_basis=budget_basis))
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the partial area of each class, over the width of the band."""
-        scores, order = pool.scores.sort(dim=1, descending=True)
-        # The mass of the rows above a threshold just below each score, the highest score first. Of tied scores only the
-        # last is a threshold.
-        of_positives, of_rows = mass_of(pool.positive, pool), mass_of(pool.everyone, pool)
-        positives, rows = of_positives.gather(1, order).cumsum(dim=1), of_rows.gather(1, order).cumsum(dim=1)
-        num_positive, num_rows = of_positives.sum(dim=1, keepdim=True), of_rows.sum(dim=1, keepdim=True)  # [C, 1]
-        num_negative = mass_of(pool.negative, pool).sum(dim=1, keepdim=True)
-        last_of_tie = torch.ones_like(pool.positive)
-        # Compared, not subtracted: the difference of two equal infinities is NaN.
-        last_of_tie[:, :-1] = scores[:, 1:] != scores[:, :-1]
-        tpr = positives / torch.where(num_positive > 0, num_positive, 1.0)
-        spent = rows / num_rows
-        if self.budget_basis == "fpr":
-            spent = (rows - positives) / torch.where(num_negative > 0, num_negative, 1.0)
-        area = _area_between(spent, tpr, last_of_tie, self.alpha, self.beta)
+        """Return the partial area of each class or query, over the width of the band."""
+        ranked, by_negatives = Ranked.of(pool), self.budget_basis == "fpr"
+        counts, bounds = ranked.positive if ranked.mass is None else ranked.mass * ranked.positive, ranked.bounds
+        caught = F.pad(counts.cumsum(0), (1, 0))  # [K + 1] positives among the first 0, 1, 2, ... rows
+        rows = None if ranked.mass is None else F.pad(ranked.mass.cumsum(0), (1, 0))
+        # The curve rises in the runs of equal scores that have a positive, straight from their first row to their last.
+        stops = ranked.stops
+        runs = caught[stops].diff().nonzero()[:, 0]
+        places = stops[torch.stack([runs, runs + 1])]  # [2, R]
+        up = caught[places].double()
+        num_positive = caught[bounds].diff()  # [G]
+        num_rows = (bounds if rows is None else rows[bounds]).diff()
+        num_negative = num_rows - num_positive
+        group = torch.searchsorted(bounds[1:], places[1])  # [R]
+        first = bounds[group]
+        spent = places - first if rows is None else rows[places] - rows[first]
+        spent = spent - (up - caught[first]) if by_negatives else spent
+        total, gain = (num_negative if by_negatives else num_rows)[group], (up[1] - up[0]) / num_positive[group]
+        begin, end = (spent / total.double()).unbind()
+        left, right = begin.clamp(self.alpha, self.beta), end.clamp(self.alpha, self.beta)
+        # Of the band, what a positive adds: the part beyond its run, and the part of the run that it is above.
+        inside = (right - left) * ((left + right) / 2 - begin) / (end - begin).clamp_min(_TINY)
+        added = gain * (self.beta - right + inside) / (self.beta - self.alpha)
+        area = added.new_zeros(len(num_positive)).index_add_(0, group, added)
         valid = (num_positive > 0) & (num_negative > 0)
-        return PerClass(area / (self.beta - self.alpha), valid[:, 0])
+        return ranked.result(area, valid)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.utilities import rank_zero_warn
 
@@ -20,6 +22,7 @@ from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
 
+_NO_QUERY = torch.iinfo(torch.int64).min  # stands for the query of a row in an update without indexes
 _IGNORE_NONE = -1  # an ignore_index that no target has; `update` has dropped the ignored rows
 
 
@@ -28,7 +31,8 @@ class RankingMetric(GatheredMetric):
     """Base of the metrics over all rows seen; a subclass adds its hyper-parameters and its formula.
 
     Args:
-        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid.
+        average: ``"macro"`` for the mean over the valid classes, None for (C,) with NaN where not valid. With
+            ``indexes`` over the queries, by sorted indexes.
         **kwargs: arguments of :class:`torchmetrics.Metric`, such as ``process_group`` or ``sync_on_compute``.
 
     Shape:
@@ -44,7 +48,7 @@ class RankingMetric(GatheredMetric):
 
     Numerics:
         Every row that is not ignored is kept until :meth:`reset`: 4 * num_classes + 8 bytes for float32 or
-        half-precision logits, and 8 for a weight. The value is computed and returned in float64.
+        half-precision logits, and 8 each for a weight and an index. The value is computed and returned in float64.
 
     Distributed:
         Every rank of ``process_group`` must call ``compute``. One small collective checks whether all ranks still have
@@ -59,11 +63,13 @@ class RankingMetric(GatheredMetric):
     plot_upper_bound = 1.0
     plot_legend_name = "Class"
     own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
+    ranks_queries = False  # True for a metric that takes ``indexes``
 
-    row_states = "logits", "targets", "weights"
+    row_states = "logits", "targets", "weights", "indexes"
     logits: list[Tensor]
     targets: list[Tensor]
     weights: list[Tensor]
+    indexes: list[Tensor]
     target_rule: Tensor
 
     def __init__(
@@ -75,7 +81,7 @@ class RankingMetric(GatheredMetric):
             raise ValueError(expected("average", "'macro' or None", average))
         super().__init__(**kwargs)
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
-        self.multi_hot, self.result_shape = multi_hot, (num_classes,) if average is None else ()
+        self.multi_hot = multi_hot
         for name in self.row_states:
             self.add_state(name, default=[], dist_reduce_fx="cat")
         # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
@@ -92,12 +98,15 @@ class RankingMetric(GatheredMetric):
         preds: Tensor | None = None,
         target: Tensor | None = None,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> None:
         """Add rows.
 
         Args:
             logits: (N, C) raw scores of any floating dtype, or (N,) when C = 1; half precision is kept as float32.
             sample_weight: (N,) >= 0: a row weighs as much as w rows, and weight 0 leaves it out. None for 1.
+            indexes: (N,) integers, the query of each row, in every update and on every rank or in none; the rows of a
+                query may be in several. For :class:`PAUCAtBudget` alone, with ``num_classes=1``.
             preds, target: other names of ``logits`` and ``targets``, those of torchmetrics.
 
         Raises:
@@ -105,20 +114,26 @@ class RankingMetric(GatheredMetric):
             ValueError: for shapes that do not fit, tensors on two devices, or a class index out of range.
         """
         names = {"logits": "logits" if preds is None else "preds", "targets": "targets" if target is None else "target"}
-        logits = _value_or_alias("logits", logits, "preds", preds)
-        targets = _value_or_alias("targets", targets, "target", target)
+        scores = _value_or_alias("logits", logits, "preds", preds)
+        classes = _value_or_alias("targets", targets, "target", target)
+        if indexes is not None and not self.ranks_queries:
+            raise TypeError(expected("indexes", "None, since this metric ranks one pool", indexes, "Use PAUCAtBudget."))
         try:
-            batch = check_batch(Batch(logits, targets, None, sample_weight), self._rule, weight_dtype=torch.float64)
+            given = Batch(scores, classes, None, sample_weight, indexes)
+            batch = check_batch(given, self._rule, weight_dtype=torch.float64)
         except (TypeError, ValueError) as error:  # with the names that the caller used
             message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None
-        is_kept = batch.targets != self.ignore_index
-        is_kept = is_kept.any(dim=1) if self.multi_hot else is_kept
-        self.logits.append(batch.logits.detach().to(compute_dtype(logits.dtype))[is_kept])
-        self.targets.append(batch.targets[is_kept])
-        one = torch.ones((), dtype=torch.float64, device=batch.logits.device)  # expanded, it takes no memory
-        weight = batch.sample_weight
-        self.weights.append(one.expand(len(self.targets[-1])) if weight is None else weight[is_kept])
+        kept = batch.logits.detach().to(compute_dtype(batch.logits.dtype))
+        rows: list[Tensor | None] = [kept, batch.targets, batch.sample_weight, batch.indexes]
+        if not batch.complete:
+            is_kept = batch.targets != self.ignore_index
+            is_kept = is_kept.any(dim=1) if self.multi_hot else is_kept
+            rows = [None if row is None else row[is_kept] for row in rows]
+        for name, row, missing in zip(self.row_states, rows, (0, 0, 1.0, _NO_QUERY)):
+            if row is None:  # one number in all places takes no memory
+                row = _number(missing, kept.device).expand(len(self.logits[-1]))
+            getattr(self, name).append(row)
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
@@ -128,15 +143,15 @@ class RankingMetric(GatheredMetric):
                 f"The ``compute`` method of metric {type(self).__name__} found no row on any rank: the value is NaN.",
                 UserWarning,
             )
-        pool = self._make_pool(*rows)
-        values, valid = self.compute_per_class(pool)
-        has_nan = pool.scores.isnan().any(dim=1)  # [C]
-        values = values.masked_fill(has_nan | ~valid, math.nan)
+        values, valid = self.compute_per_class(self._make_pool(*rows))
+        counted = valid | values.isnan()
         # The mean over no class is NaN.
-        return values if self.average is None else values[valid | has_nan].mean()
+        result = values.masked_fill(~counted, math.nan) if self.average is None else values[counted].mean()
+        self.result_shape = tuple(result.shape)
+        return result
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the value of each class over ``pool``; the formula of the subclass."""
+        """Return the value of each class or query, NaN if one of its scores is NaN; the formula of the subclass."""
         raise NotImplementedError
 
     def review_curve(self, class_index: int = 0) -> ReviewCurve:
@@ -154,20 +169,27 @@ class RankingMetric(GatheredMetric):
             raise ValueError(expected(f"the scores of class {class_index}", "numbers", Words("NaN")))
         return ReviewCurve.of(scores, positive, None if pool.key_weight is None else pool.key_weight[member])
 
-    def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Pool:
+    def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor, indexes: Tensor) -> Pool:
         rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _IGNORE_NONE)
-        return Pool(Batch(logits, targets, sample_weight=weights, rule=rule))
+        queries, of_rows = None if _is_one_number(indexes) else indexes, None if _is_one_number(weights) else weights
+        if queries is not None and len(queries) and bool((is_missing := queries == _NO_QUERY).any()):
+            if not is_missing.all():
+                what, got = "the query of each row in every update and on every rank, or in none", Words("both")
+                raise ValueError(expected("indexes", what, got))
+            queries = None
+        return Pool(Batch(logits, targets, None, of_rows, queries, complete=not self.multi_hot, rule=rule))
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all rows, in these dtypes even without rows: (M, C) float64, (M,) int64 or (M, C), (M,) float64."""
-        dtype = self._rule.dtype
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return all rows of each state, in these dtypes even without rows.
+
+        Logits (M, C) float64, targets (M,) int64 or (M, C), weights (M,) float64 and indexes (M,) int64.
+        """
+        dtypes = torch.float64, self._rule.dtype, torch.float64, torch.int64
         if self.logits:
-            weights = torch.cat(self.weights).to(torch.float64)
-            return torch.cat(self.logits).to(torch.float64), torch.cat(self.targets).to(dtype), weights
+            return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))
         device = torch.device("cpu") if self.compute_on_cpu else self.device
-        logits = torch.empty(0, self.num_classes, dtype=torch.float64, device=device)
-        targets = torch.empty((0, self.num_classes) if self.multi_hot else 0, dtype=dtype, device=device)
-        return logits, targets, torch.empty(0, dtype=torch.float64, device=device)
+        shapes = (0, self.num_classes), (0, self.num_classes) if self.multi_hot else (0,), (0,), (0,)
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes))
 
     @property
     def _rule(self) -> TargetRule:
@@ -177,6 +199,70 @@ class RankingMetric(GatheredMetric):
         """Return the hyper-parameters."""
         names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class Ranked(NamedTuple):
+    """The rows of each class, or of each query, one after the other, from the highest score to the lowest.
+
+    A score that is NaN is the highest. There are G classes or queries, and K rows of all.
+    """
+
+    scores: Tensor  # [K]
+    positive: Tensor  # [K] bool
+    mass: Tensor | None  # [K] float64, what a row counts as; None for 1
+    bounds: Tensor  # [G + 1] int64, where the rows of each class or query begin, and the last ones end
+
+    @staticmethod
+    def of(pool: Pool) -> Ranked:
+        """Return the members of ``pool``; queries are those with a member, in sorted order."""
+        weight, member = pool.key_weight, pool.member
+        if pool.indexes is None:
+            scores, order = pool.scores.sort(dim=1, descending=True)
+            positive = pool.positive.gather(1, order)
+            mass = None if weight is None else weight[order]
+            if member is None:
+                bounds = torch.arange(len(scores) + 1, device=scores.device) * scores.shape[1]
+                return Ranked(scores.flatten(), positive.flatten(), mass if mass is None else mass.flatten(), bounds)
+            kept, bounds = member.gather(1, order), F.pad(member.sum(dim=1).cumsum(0), (1, 0))
+            return Ranked(scores[kept], positive[kept], mass if mass is None else mass[kept], bounds)
+        order = pool.scores[0].argsort(descending=True)
+        order = order if member is None else order[member[0, order]]
+        _, query, sizes = pool.indexes[order].unique(return_inverse=True, return_counts=True)
+        rows, bounds = order[query.argsort(stable=True)], F.pad(sizes.cumsum(0), (1, 0))
+        return Ranked(pool.scores[0, rows], pool.positive[0, rows], weight if weight is None else weight[rows], bounds)
+
+    @property
+    def stops(self) -> Tensor:
+        """How many rows there are up to the end of each run of equal scores, (R + 1,) with a 0 before."""
+        is_stop = torch.zeros(len(self.scores) + 1, dtype=torch.bool, device=self.scores.device)
+        # Compared, not subtracted: the difference of two equal infinities is NaN.
+        torch.ne(self.scores[1:], self.scores[:-1], out=is_stop[1:-1])
+        return is_stop.index_fill_(0, self.bounds, True).nonzero()[:, 0]
+
+    def result(self, values: Tensor, valid: Tensor) -> PerClass:
+        """Return ``values`` (G,), 0 where not ``valid``, and NaN where a score is."""
+        values, is_nan = torch.where(valid, values, 0.0), self.scores.isnan()
+        if is_nan.any():
+            values[torch.searchsorted(self.bounds[1:], is_nan.nonzero()[:, 0], right=True)] = math.nan
+        return PerClass(values, valid)
+
+
+@functools.cache
+def _number(number: int | float, device: torch.device) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64, device=device)
+
+
+def _is_one_number(row: Tensor) -> bool:
+    """Return True for the row of an argument that was not passed: one number in all places."""
+    return row.stride() == (0,)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts[0]) and all(map(_is_one_number, parts)):
+        return parts[0][:1].expand(sum(map(len, parts)))
+    return torch.cat(parts)
 
 
 def mass_of(mask: Tensor, pool: Pool) -> Tensor:

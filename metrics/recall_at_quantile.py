@@ -12,7 +12,7 @@ from ..errors import check_choice, check_share, warn
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import PartialArea
-from ..losses.pooled.pool import PerClass, Pool
+from ..losses.pooled.pool import PerClass, Pool, propagate_nan
 from ..losses.rows import has_values
 from .ranking_metric import Average, RankingMetric, mass_of
 
@@ -74,7 +74,8 @@ class RecallAtQuantile(RankingMetric):
         total = positives.sum(dim=1)  # [C]
         recall = (positives * reached).sum(dim=1) / torch.where(total > 0, total, 1.0)
         # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
-        return PerClass(recall.masked_fill(threshold.value[:, 0].isnan(), math.nan), total > 0)
+        recall = recall.masked_fill(threshold.value[:, 0].isnan() & (total > 0), math.nan)
+        return PerClass(propagate_nan(recall, pool), total > 0)
 
     def _warn_of_ties(self, pool: Pool, reached: Tensor) -> None:
         if self._has_warned or pool.scores.shape[1] < _FEW_ROWS or not has_values(reached):

@@ -35,11 +35,11 @@ from ..losses.base import SAME_ARGUMENTS
 class GatheredMetric(Metric):
     """A metric whose state is rows of tensors; all ranks gather them in one block, by the same collectives.
 
-    A subclass adds a list state for each name in ``row_states``, ``rows()`` and ``result_shape``.
+    A subclass adds a list state for each name in ``row_states``, ``rows()`` and, if not (), ``result_shape``.
     """
 
     row_states: tuple[str, ...]
-    result_shape: tuple[int, ...]  # of the value of ``compute``
+    result_shape: tuple[int, ...] = ()  # of the last value of ``compute``
 
     def rows(self) -> tuple[Tensor, ...]:
         """Return all rows of each state, in the same dtypes even without rows."""

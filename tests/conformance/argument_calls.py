@@ -396,6 +396,14 @@ def updates(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs
     return values_of(partial(find(kind), **THRESHOLD[kind]), lambda metric: partial(call, metric), rows)
 
 
+def queried(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
+    """Rows of one class, of which each is of a query."""
+    rows = {"logits": normal(31), "targets": (torch.arange(31) % 3 == 0).long()}
+    rows |= {name: make(rows["logits"]) for name, make in given.items()}
+    make = lambda num_classes, **options: fullrank.metrics.PAUCAtBudget(1, beta=0.4, **options)  # noqa: E731
+    return values_of(make, lambda metric: partial(call, metric), rows)
+
+
 def reviews(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     rows = {"logits": normal(31, 3), "targets": classes(31, 3, {})}
     return values_of(find(kind), lambda metric: metric.update, rows, call)
@@ -525,6 +533,8 @@ def metrics() -> list[Call]:
             rows = dict(zip(names, (lambda rows: rows, lambda rows: classes(len(rows), 3, {}))))
             found.append(Call(f"{kind}.update", rows, partial(updates, kind)))
         found.append(Call(f"{kind}.update", {"sample_weight": share}, partial(updates, kind)))
+        if kind == "PAUCAtBudget":
+            found.append(Call(f"{kind}.update", {"indexes": lambda rows: torch.arange(len(rows)) % 4}, queried))
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
     of_embeddings = {f"Embedding{name}": {"k": 3} for name in ("Recall", "Precision", "ReciprocalRank")}
     for kind, settings in (of_embeddings | {"EmbeddingAveragePrecision": {"at_r": True}}).items():

@@ -36,6 +36,7 @@ NO_CASE = {
         for name in fullrank.metrics.__all__
         if name != "ReviewCurve"
     },
+    "RecallAtQuantile.update(indexes)": "It is refused: the metric ranks one pool.",
     "CombinedLoss.forward(indexes)": "It is passed on to a loss of one class, of which SmoothAPLoss has the case.",
     **{
         f"{row.module.__name__}.forward(indexes)": "It is refused: the loss ranks one pool."

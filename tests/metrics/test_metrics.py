@@ -19,7 +19,7 @@ from collective_counter import CollectiveCounter
 from loss_cases import LOSSES
 from on_ranks import on_ranks
 from refusals import LOGITS, TARGETS, Refusal, refused_rows
-from sklearn.metrics import recall_score, roc_curve
+from sklearn.metrics import recall_score, roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAveragePrecision
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -493,7 +493,7 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         targets[7] = -100  # a row that takes part in nothing
     by_class = []
     for multi, single in zip(make_metrics(multi_hot=True), make_metrics()):
-        assert [part.shape for part in multi.rows()] == [(0, NUM_CLASSES), (0, NUM_CLASSES), (0,)]
+        assert [part.shape for part in multi.rows()] == [(0, NUM_CLASSES), (0, NUM_CLASSES), (0,), (0,)]
         half = len(logits) // 2
         for part in (slice(half), slice(half, None)):
             multi.update(logits[part], targets[part].to(dtype))
@@ -580,7 +580,7 @@ def test_every_rank_has_the_value_of_one_process_and_keeps_its_rows(rank, case):
         update_with_shard(metric, rank, shards)
         for _ in range(2):  # a cached value would not communicate
             _close(metric.compute().reshape(-1), expected)
-    assert len(calls) == 2 * 3 * len(first)  # logits, targets and weights
+    assert len(calls) == 2 * 4 * len(first)  # logits, targets, weights and indexes
     if case == "uneven":  # the control: the mean of the values of the ranks
         cuts = [sum(shard) for shard in shards]
         for metrics, value in zip(zip(*(make_metrics(sync_on_compute=False) for _ in shards)), first):
@@ -655,6 +655,81 @@ def test_weights_over_ranks(rank):
         alone.reset()
         alone.update(logits, targets)
         assert abs(float(own.compute() - alone.compute())) > 1e-4  # control
+
+
+def queried_rows(weighted):
+    """Rows of 40 queries of 1 to 30 rows with ties, some without a positive or a negative, in no order."""
+    generator = torch.Generator().manual_seed(0)
+    indexes = torch.cat([torch.full((1 + 7 * q % 30,), 3 * q - 50) for q in range(40)])
+    scores = torch.randint(-9, 9, indexes.shape, generator=generator) / 4.0
+    targets = (torch.rand(len(indexes), generator=generator) < 0.3).long()
+    weights = torch.randint(0, 4, indexes.shape, generator=generator).double() if weighted else None
+    order = torch.randperm(len(indexes), generator=generator)
+    return [None if rows is None else rows[order] for rows in (scores, targets, indexes, weights)]
+
+
+def by_queries(function, scores, targets, indexes, weights):
+    """Return the values of ``function`` of the rows of each query, NaN where one class is missing."""
+    found = []
+    for query in indexes.unique():
+        own = indexes == query if weights is None else (indexes == query) & (weights > 0)
+        rows = [None if one is None else one[own].numpy() for one in (scores, targets, weights)]
+        is_valid = 0 < rows[1].sum() < len(rows[1])
+        found += [function(*rows) if is_valid else math.nan] if len(rows[1]) else []
+    return torch.tensor(found, dtype=torch.float64)
+
+
+AREAS = {
+    (0.0, 1.0): lambda x, y, w: roc_auc_score(y, x, sample_weight=w),
+    (0.0, 0.3): lambda x, y, w: pauc_reference(x, y, 0.0, 0.3, w),
+    (0.2, 0.5): lambda x, y, w: pauc_reference(x, y, 0.2, 0.5, w),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("band", AREAS)
+@on_ranks()
+def test_areas_of_queries_are_those_of_scikit_learn(rank, band, weighted):
+    """One process in two updates, and uneven ranks, of which one has no rows. The control: one pool."""
+    scores, targets, indexes, weights = rows = queried_rows(weighted)
+    expected = by_queries(AREAS[band], *rows)
+    assert 1 < expected.isnan().sum() < 20
+    cuts = [[0, 0, len(scores)], [0, 101, 101, len(scores)]][dist.get_world_size() - 2]
+    for average, value in ((None, expected), ("macro", expected.nanmean())):
+        alone, spread = (PAUCAtBudget(1, *band, average=average, sync_on_compute=sync) for sync in (False, True))
+        for metric, parts in ((alone, [0, 101, len(scores)]), (spread, cuts[rank : rank + 2])):
+            for start, end in itertools.pairwise(parts):
+                weight = None if weights is None else weights[start:end]
+                part = (one[start:end] for one in rows[:2])
+                if start < end:
+                    metric.update(*part, indexes=indexes[start:end], sample_weight=weight)
+            torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=1e-13, equal_nan=True)
+        pool = PAUCAtBudget(1, *band, sync_on_compute=False)
+        pool.update(scores, targets, sample_weight=weights)
+        assert average is None or abs(pool.compute() - value) > 1e-3
+
+
+@on_ranks(2)
+def test_indexes_of_some_rows_are_refused_and_nan_stays_in_its_query(rank):
+    scores, targets, indexes, _ = queried_rows(False)
+    metric = PAUCAtBudget(1, beta=1.0, average=None)
+    metric.update(scores, targets, indexes=indexes if rank else None)
+    kind, text = error_of(metric.compute)
+    assert kind == "ValueError"
+    assert "indexes: expected the query of each row in every update and on every rank, or in none, got both" in text
+    with pytest.raises(TypeError, match=r"indexes: expected None, since this metric ranks one pool, got "):
+        RecallAtQuantile(1).update(scores, targets, indexes=indexes)
+    scores[int((indexes == 1).nonzero()[0])] = math.nan
+    values = []
+    for average in (None, "macro"):
+        metric = PAUCAtBudget(1, beta=1.0, average=average, sync_on_compute=False)
+        metric.update(scores, targets, indexes=indexes)
+        values.append(metric.compute())
+    clean = by_queries(AREAS[0.0, 1.0], scores.nan_to_num(), targets, indexes, None)
+    names = indexes.unique()
+    assert values[0][names == 1].isnan()
+    _close(values[0][names != 1], clean[names != 1])
+    assert values[1].isnan()
 
 
 @pytest.mark.parametrize("metric", [RecallAtQuantile, PAUCAtBudget])
