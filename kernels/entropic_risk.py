@@ -66,10 +66,10 @@ def risk_and_gradient(
         scores: (C, M) float32 or float64, contiguous, with a row.
         positive: (C, M) bool, a subset of ``member``.
         member: (C, M) bool: the rows that take part; None for all.
-        iid: (M,) bool: the rows that may be rivals; None for all.
+        iid: (M,) or (C, M) bool: the rows that may be rivals; None for all.
         live: (M,) bool: the rows that may be positives of the mean; None for all.
-        weight: (M,) >= 0, the weight of each row as a positive, in the mean; None for equal weights.
-        key_weight: (M,) > 0 for members: a rival counts as so many; None for 1.
+        weight: (M,) or (C, M) >= 0, the weight of each row as a positive, in the mean; None for equal weights.
+        key_weight: (M,) or (C, M) > 0 for members: a rival counts as so many; None for 1.
         scales: (C,) float64, s > 0, detached; None for 1.
         budget: > 0 and <= 1, the share of the rivals that counts.
         tilt: lambda > 0; None to find it from ``budget``.
@@ -88,7 +88,7 @@ def risk_and_gradient(
     rivals, counted = (own if also is None else own & also for own, also in ((rivals, iid), (positive, live)))
     mass = rivals.double() if key_weight is None else torch.where(rivals, key_weight, 0.0).double()  # [C, M]
     index, shares = _listed(counted, num_positive if live is None else None)
-    shares = shares if weight is None else shares * weight[index].double()
+    shares = shares if weight is None else shares * weight.expand_as(scores).gather(1, index).double()
     sums, total = shares.sum(dim=1, keepdim=True), mass.sum(dim=1, keepdim=True)  # [C, 1]
     valid, shares, total = ((sums > 0) & (total > 0))[:, 0], shares / _or_one(sums), _or_one(total)
     pool = _Pool(scores.gather(1, index).double(), shares, scores, mass, total, scales)

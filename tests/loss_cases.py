@@ -303,6 +303,19 @@ def decoupled(block: losses.Block) -> Tensor:
 
 
 OWN = {"function": of_block, **WARM}
+OF_AREAS = {
+    "alpha": Argument(0.05, [-0.1, 0.7, NAN], ["0"]),
+    "beta": Argument(0.6, [0.0, 1.1, -0.5, NAN], [None]),
+    "surrogate": Argument("trapezoid", ["hinge"]),
+    "n_knots": Argument(4, [1, 2.5]),
+    "tau_scale": Argument("band", ["std"]),
+    "pos_numerator": Argument("live", ["queue"]),
+    "budget_basis": Argument("population", ["tpr"]),
+    "quantile_interpolation": RULE,
+    "dro_lambda": Argument(0.5, [0.0], ["1"]),
+    "threshold_gradient": Argument(False),
+    "temperature": Argument(wrong=[None]),  # there is no automatic one
+}
 
 ROWS = (
     Loss(
@@ -400,19 +413,7 @@ ROWS = (
             *({"alpha": 0.1}, {"beta": 0.6}, TRAPEZOID, {"tau_scale": "band"}, {"pos_numerator": "live"}),
             *({"budget_basis": "population"}, {"quantile_interpolation": "lower"}),
         ],
-        own={
-            "alpha": Argument(0.05, [-0.1, 0.7, NAN], ["0"]),
-            "beta": Argument(0.6, [0.0, 1.1, -0.5, NAN], [None]),
-            "surrogate": Argument("trapezoid", ["hinge"]),
-            "n_knots": Argument(4, [1, 2.5]),
-            "tau_scale": Argument("band", ["std"]),
-            "pos_numerator": Argument("live", ["queue"]),
-            "budget_basis": Argument("population", ["tpr"]),
-            "quantile_interpolation": RULE,
-            "dro_lambda": Argument(0.5, [0.0], ["1"]),
-            "threshold_gradient": Argument(False),
-            "temperature": Argument(wrong=[None]),  # there is no automatic one
-        },
+        own=OF_AREAS,
         together=[
             ("alpha, beta", {"alpha": 0.3, "beta": 0.3}, ""),
             ("alpha", {"alpha": 0.1, "temperature": 0.1, **DRO}, r"0\.1.*For a band use surrogate='pairwise'"),
@@ -430,6 +431,15 @@ ROWS = (
         losses.SmoothAPLoss,
         losses.smooth_ap,
         forms={"": {"temperature": 0.3}},
+        left_out={"reference": "test_retrieval.py compares it.", "graph": BY_VALUES, "meta": READS_VALUES},
+    ),
+    Loss(
+        "pauc_queries",
+        "queries",
+        losses.PAUCAtBudgetLoss,
+        losses.pauc_at_budget,
+        forms={"": {"beta": 0.5, "surrogate": "pairwise", "temperature": 0.3}, "dro": {"beta": 0.5}},
+        own=OF_AREAS,
         left_out={"reference": "test_retrieval.py compares it.", "graph": BY_VALUES, "meta": READS_VALUES},
     ),
     Loss(

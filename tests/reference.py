@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -222,10 +222,24 @@ def smooth_ap_of_queries(
     """``smooth_ap`` of the rows of each distinct index by themselves; ``per_class`` is per query, in sorted order."""
     if temperature is None:
         temperature = 0.1 * spread(problems(live, ignore_index=ignore_index))
+    of_rows = partial(smooth_ap, temperature=temperature, ignore_index=ignore_index)
+    return _of_queries(of_rows, live, indexes, reduction)
+
+
+def pauc_of_queries(
+    live: Rows, indexes: Tensor, *, reduction: str = "mean", ignore_index: int = -100, **band: float | str
+) -> Result:
+    """``pauc_at_budget`` of the rows of each distinct index by themselves, with the scale of all rows."""
+    if band.get("surrogate", "dro") != "dro" or band.get("tau_scale"):
+        band["tau"] = pauc_at_budget(live, ignore_index=ignore_index, **band).stats["tau_eff"].item()
+    return _of_queries(partial(pauc_at_budget, ignore_index=ignore_index, **band), live, indexes, reduction)
+
+
+def _of_queries(of_rows: Callable[[Rows], Result], live: Rows, indexes: Tensor, reduction: str) -> Result:
     losses: list[Tensor | None] = []
     for index in sorted(set(indexes.tolist())):
         rows = take(live, torch.tensor([n for n, other in enumerate(indexes.tolist()) if other == index]))
-        alone = smooth_ap(rows, temperature=temperature, ignore_index=ignore_index)
+        alone = of_rows(rows)
         losses.append(alone.loss if bool(alone.valid[0]) else None)
     return _reduce(losses, live.logits, reduction, [{}])
 
@@ -461,6 +475,7 @@ class Band(NamedTuple):
     quantile_interpolation: str = "higher"
     dro_lambda: float | None = None
     threshold_gradient: bool = True
+    tau: float | None = None  # the temperature itself, of all queries
 
 
 def pauc_at_budget(
@@ -494,8 +509,8 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     t_alpha, t_beta = level(band.alpha), level(band.beta)
     by_default = 1.0 if band.surrogate == "dro" else level(0.25) - level(0.75)
     scales = {None: by_default, "iqr": level(0.25) - level(0.75), "band": t_alpha - t_beta}
-    scale = scales[band.tau_scale]
-    tau = scale if band.surrogate == "dro" else band.temperature * scale
+    scale = scales[band.tau_scale] if band.tau is None else band.tau
+    tau = scale if band.surrogate == "dro" or band.tau is not None else band.temperature * scale
     rivals = [j for j in negatives if j.iid]
     in_band = [j for j in negatives if t_beta <= j.score.item() <= t_alpha]
     if scale <= 1e-12 or scale == math.inf or (band.surrogate == "pairwise" and not in_band):

@@ -188,9 +188,9 @@ class RankingLoss(HoldsQueue):
             return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also the loss of each class, and
                 which classes are valid.
             indexes: (N,) integers, the query of each row; a query may have rows on several ranks. For
-                :class:`SmoothAPLoss` alone, with ``num_classes=1`` and no ``max_pool_size``, on every rank or on none.
-                ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by sorted indexes. No
-                queue is used.
+                :class:`SmoothAPLoss` and :class:`PAUCAtBudgetLoss`, with ``num_classes=1`` and no ``max_pool_size``, on
+                every rank or on none. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by
+                sorted indexes. No queue is used.
         """
         given = Batch(logits, targets, iid_mask, sample_weight, indexes)
         loss, per_class = self._step(given, self.compute_per_class)

@@ -54,6 +54,7 @@ def pauc_at_budget(
     *,
     iid_mask: Tensor | None = None,
     sample_weight: Tensor | None = None,
+    indexes: Tensor | None = None,
     multi_hot: bool = False,
     weighting: Weighting = "rows",
     validate_args: bool = True,
@@ -102,10 +103,16 @@ def pauc_at_budget(
     With weights w every mean over positives, negatives or points is weighted, the quantiles and their slopes are those
     of :func:`~fullrank.losses.recall_at_quantile` with weights, and a negative of weight w has the perplexity of w.
 
+    With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. The
+    scale is that of the reference rows of all queries. ``"pairwise"`` with ``beta=1`` is one minus the smooth AUC of
+    each query, such as of a user.
+
     With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
     negatives or reference rows fall. Scale and temperature are detached.
 
     Args:
+        indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
+            ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` a share of negatives.
         surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
             ``"pairwise"`` with the negatives in it, or ``"trapezoid"`` over knots. Arguments without effect raise.
@@ -147,12 +154,13 @@ def pauc_at_budget(
         *shared,
         iid_mask=iid_mask,
         sample_weight=sample_weight,
+        indexes=indexes,
         multi_hot=multi_hot,
         weighting=weighting,
         validate_args=validate_args,
     )
     per_class = missed_area(pool, area, temperature, with_stats=False).per_class
-    return reduce_values(per_class, reduction, pool.scores.dtype)
+    return reduce_values(per_class, reduction, pool.scores.dtype, of_pool=indexes is None)
 
 
 @completed(pauc_at_budget)
@@ -191,6 +199,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     temperature: float  # never None: it is a multiple of the scale already
     uses_iid = True
+    ranks_queries = True
     own_arguments = PartialArea._fields
     _checks = RankingLoss._checks | dict.fromkeys(own_arguments, unchecked)
 
@@ -230,13 +239,13 @@ class PAUCAtBudgetLoss(RankingLoss):
     def current_hardness(self) -> float | tuple[float, ...] | None:
         """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else the one the last call found from ``beta``.
 
-        One number, or with several classes a tuple with one for each. None before the first call, after a compiled
-        call, and with the other surrogates. Reading it waits for an accelerator.
+        One number, or with several classes or queries a tuple with one for each. None before the first call, after a
+        compiled call, and with the other surrogates. Reading it waits for an accelerator.
         """
         if self.surrogate != "dro" or self.dro_lambda is not None:
             return self.dro_lambda
         tilts = None if self._tilts is None else tuple(self._tilts.tolist())
-        return tilts[0] if tilts and self.num_classes == 1 else tilts
+        return tilts[0] if tilts and len(tilts) == 1 else tilts
 
     @property
     def _area(self) -> PartialArea:
@@ -255,6 +264,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         return_diagnostics: Literal[False] = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor: ...
     @overload
     def forward(
@@ -266,6 +276,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         return_per_class: Literal[True],
         return_diagnostics: Literal[False] = False,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> LossWithClasses: ...
     @overload
     def forward(
@@ -277,6 +288,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         *,
         return_diagnostics: Literal[True],
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> LossWithStats: ...
     @overload
     def forward(
@@ -288,6 +300,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         return_per_class: Literal[True],
         return_diagnostics: Literal[True],
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> LossWithClassesAndStats: ...
     @overload
     def forward(
@@ -299,6 +312,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         return_diagnostics: bool = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats: ...
     @completed(RankingLoss.forward)
     @compiled_where_local
@@ -311,6 +325,7 @@ class PAUCAtBudgetLoss(RankingLoss):
         return_diagnostics: bool = False,
         *,
         sample_weight: Tensor | None = None,
+        indexes: Tensor | None = None,
     ) -> Tensor | LossWithClasses | LossWithStats | LossWithClassesAndStats:
         """Return the loss as :meth:`RankingLoss.forward` does, with diagnostics on request.
 
@@ -331,7 +346,7 @@ class PAUCAtBudgetLoss(RankingLoss):
             return missed.per_class
 
         formula = with_stats if return_diagnostics else self.compute_per_class
-        loss, per_class = self._step(Batch(logits, targets, iid_mask, sample_weight), formula)
+        loss, per_class = self._step(Batch(logits, targets, iid_mask, sample_weight, indexes), formula)
         if not return_per_class:
             return LossWithStats(loss, stats) if return_diagnostics else loss
         with_classes = LossWithClasses.of(loss, per_class)

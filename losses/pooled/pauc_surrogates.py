@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ...distributed.torch_private import not_compiled
 from ...errors import check_choice, check_number, check_positive, expected, of_percent
 from ...kernels.below_levels import Carriers, below_levels, shares_below
 from ...kernels.pairs import places_of
@@ -120,12 +121,19 @@ class Thresholds(NamedTuple):
     has_reference: Tensor  # [C] bool: the class has reference rows
 
 
-def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool) -> MissedArea:
-    """Return the loss of each class of ``pool``, with diagnostics if ``with_stats``."""
+def missed_area(
+    pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool, whole: Thresholds | None = None
+) -> MissedArea:
+    """Return the loss of each class of ``pool``, or of each query, with diagnostics if ``with_stats``.
+
+    ``whole`` are the thresholds of the pool of which this one has some queries: they share its scale.
+    """
+    if pool.indexes is not None:
+        return _of_queries(pool, area, temperature, with_stats)
     if area.surrogate == "dro":
-        return _soft_area(pool, area, with_stats)
+        return _soft_area(pool, area, with_stats, whole)
     negative, reference = pool.negative, _reference(pool, area)
-    thresholds = _thresholds(pool, reference, area, temperature)
+    thresholds = _thresholds(pool, reference, area, temperature, whole)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
     share, has_positive = positive_shares(pool, numerator)  # [C, M], [C]
@@ -156,12 +164,34 @@ def missed_area(pool: Pool, area: PartialArea, temperature: float, *, with_stats
     return MissedArea(PerClass(losses, valid), flat, stats)
 
 
-def _soft_area(pool: Pool, area: PartialArea, with_stats: bool) -> MissedArea:
+@not_compiled
+def _of_queries(pool: Pool, area: PartialArea, temperature: float, with_stats: bool) -> MissedArea:
+    """Return the same for each query, in the order of ``indexes.unique()``; differences have one scale for all."""
+    number, blocks = pool.queries()
+    whole, stats = None, dict[str, Tensor]()
+    if area.scale is not None:
+        whole = _thresholds(pool, _reference(pool, area), area, 1.0 if area.surrogate == "dro" else temperature)
+    zeros = pool.scores.new_zeros(number, dtype=torch.float64) + pool.scores[0, :0].sum()  # connected to all rows
+    values, tilts = zeros, torch.ones_like(zeros.detach())
+    valid, flat = pool.positive.new_zeros(number), pool.positive.new_zeros(1)
+    for queries, part in blocks:
+        missed = missed_area(part, area, temperature, with_stats=with_stats, whole=whole)
+        values = values.index_copy(0, queries, missed.per_class.values.double())
+        valid[queries] = missed.per_class.valid
+        flat = flat if missed.flat is None else flat | missed.flat.any()
+        tilts = tilts if missed.tilts is None else tilts.index_copy(0, queries, missed.tilts)
+        for name, found in (missed.stats or {}).items():
+            stats[name] = stats.get(name, found.new_zeros(number)).index_copy(0, queries, found)
+    is_soft = area.surrogate == "dro"
+    return MissedArea(PerClass(values, valid), flat, stats if with_stats else None, tilts if is_soft else None)
+
+
+def _soft_area(pool: Pool, area: PartialArea, with_stats: bool, whole: Thresholds | None) -> MissedArea:
     """Return the same for ``"dro"``, which needs no threshold unless it is scaled by one or reports them."""
     live = pool.live if area.pos_numerator == "live" else None
     thresholds, scales, flat, stats = None, None, None, None
     if area.scale is not None or with_stats:
-        thresholds = _thresholds(pool, _reference(pool, area), area, 1.0)
+        thresholds = _thresholds(pool, _reference(pool, area), area, 1.0, whole)
         scales = None if area.scale is None else thresholds.tau.double()
     found = soft_maximum(pool, area.beta, pool.iid, live, scales, area.dro_lambda, with_stats)
     values, valid = found.per_class
@@ -181,14 +211,19 @@ def _reference(pool: Pool, area: PartialArea) -> Tensor:
     return rows if pool.iid is None else rows & pool.iid
 
 
-def _thresholds(pool: Pool, reference: Tensor, area: PartialArea, temperature: float) -> Thresholds:
-    """Return the thresholds of the scores of ``reference`` (C, M)."""
+def _thresholds(
+    pool: Pool, reference: Tensor, area: PartialArea, temperature: float, whole: Thresholds | None = None
+) -> Thresholds:
+    """Return the thresholds of the scores of ``reference`` (C, M), with the scale of ``whole`` if it is given."""
     num_reference = None  # where the host knows it
     if pool.num_positive is not None and pool.iid is None and pool.member is None:
         num_reference = pool.scores.shape[1] - (pool.num_positive if area.budget_basis == "fpr" else 0)
     rule = area.quantile_interpolation, num_reference, pool.key_weight
     levels = upper_levels(pool.scores, reference, fractions_of(area), *rule)
-    return thresholds_of(levels, area, temperature, reference.any(dim=1))
+    found = thresholds_of(levels, area, temperature, reference.any(dim=1))
+    if whole is None:
+        return found
+    return found._replace(tau=whole.tau.expand_as(found.tau), resolved=found.has_reference & whole.resolved)
 
 
 class _Rivals(NamedTuple):
@@ -294,10 +329,10 @@ def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, w
         both = torch.cat([numerator[0], rivals[0]])
         rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
         queries, points = scores.index_select(1, rows).split(sizes, dim=1)
-        mass = None if weight is None else weight[rows[sizes[0] :]][None]
+        mass = None if weight is None else weight.expand_as(scores).index_select(1, rows[sizes[0] :])
         return _Rivals(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
     (index, mask), (rival_index, inside) = (places_of(*group) for group in zip((numerator, rivals), counts, sizes))
-    mass = None if weight is None else weight[rival_index]
+    mass = None if weight is None else weight.expand_as(scores).gather(1, rival_index)
     queries, points = scores.gather(1, index), scores.gather(1, rival_index)
     return _Rivals(mask, queries, share.gather(1, index), inside, points, mass)
 

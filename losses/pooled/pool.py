@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ...distributed.torch_private import note_kind
-from ...errors import check_choice, check_int, check_temperature
+from ...errors import check_choice, check_int, check_temperature, expected
 from ...kernels.spread import spread_of, standardized
 from ...kernels.torch_private import func_transforms_are_active
 from ..arguments import completed
 from ..base import DistributedLoss
 from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, scaled_weight, weight_unit
+from .query_blocks import query_blocks
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -134,6 +135,29 @@ class Pool:
     def everyone(self) -> Tensor:
         """(C, M) bool: the members, as a tensor even where all rows are members."""
         return torch.ones_like(self.positive) if self.member is None else self.member
+
+    def queries(self) -> tuple[int, list[tuple[Tensor, Pool]]]:
+        """Return the number of queries, and pools of some of them, of which each is a class, with their places.
+
+        ``iid`` and ``weight`` are (C, M) there. The ratios of the weights count within a query.
+        """
+        assert self.indexes is not None
+        if self.indexes.is_meta:
+            fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
+            raise RuntimeError(expected("indexes", "a tensor with values", self.indexes, fix))
+        count, blocks = query_blocks(self.indexes)
+        found = []
+        for block in blocks:
+            part = copy.copy(self)
+            part.indexes, part.num_positive = None, None
+            part.iid = None if self.iid is None else block.take(self.iid)
+            part.scores, part.positive = block.take(self.scores[0]), block.take(self.positive[0])
+            part.member = block.present if self.member is None else block.take(self.member[0])
+            if self.weight is not None and self.rows.sample_weight is not None:
+                of_rows = block.take(self.rows.sample_weight)
+                part.weight = scaled_weight(of_rows, weight_unit(of_rows, dim=1), self.scores.dtype)
+            found.append((block.queries, part))
+        return count, found
 
     def with_scores(self, scores: Tensor) -> Pool:
         """Return this pool with other scores (C, M)."""

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
-from ...errors import expected
 from ...kernels.smooth_ap.sums import smooth_ap_sums, try_in_c
 from ..arguments import completed
-from ..rows import compute_dtype, scaled_weight, weight_unit
+from ..rows import compute_dtype
 from .base import RankingLoss
 from .pool import PerClass, Pool, Reduction, Weighting, at_temperature, local_pool, reduce_values
-from .query_blocks import query_blocks
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 
@@ -99,38 +97,23 @@ def _of_pool(pool: Pool, temperature: float | None, spread_multiple: float = SPR
             return PerClass(loss, valid), temperature
     pool, temperature = at_temperature(pool, temperature, spread_multiple)
     if pool.indexes is not None:
-        return _of_queries(pool, pool.indexes, temperature), temperature
+        return _of_queries(pool, temperature), temperature
     arguments = pool.scores, pool.positive, pool.member, pool.weight, temperature
     sums = smooth_ap_sums(*arguments, num_positive=pool.num_positive, key_weight=pool.key_weight)
     return PerClass(*sums), temperature
 
 
 @not_compiled
-def _of_queries(pool: Pool, indexes: Tensor, temperature: float) -> PerClass:
+def _of_queries(pool: Pool, temperature: float) -> PerClass:
     """Return the loss of each query, in the order of ``indexes.unique()``."""
-    if indexes.is_meta:
-        fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
-        raise RuntimeError(expected("indexes", "a tensor with values", indexes, fix))
-    scores, positive = pool.scores[0], pool.positive[0]
-    num_queries, blocks = query_blocks(indexes)
-    values, valid = scores.new_zeros(num_queries, dtype=torch.float64), positive.new_zeros(num_queries)
-    values = values + scores[:0].sum()  # connects the loss to the rows even without a block
-    for block in blocks:
-        member = block.present if pool.member is None else block.take(pool.member[0])
-        weight = None
-        if pool.weight is not None and pool.rows.sample_weight is not None:  # their ratios within a query count
-            of_rows = block.take(pool.rows.sample_weight)
-            weight = scaled_weight(of_rows, weight_unit(of_rows, dim=1), scores.dtype)
-        block_values, block_valid = smooth_ap_sums(
-            block.take(scores),
-            block.take(positive),
-            member,
-            weight,
-            temperature,
-            key_weight=None if pool.key_weight is None else weight,
-        )
-        values = values.index_copy(0, block.queries, block_values)
-        valid[block.queries] = block_valid
+    num_queries, blocks = pool.queries()
+    values, valid = pool.scores.new_zeros(num_queries, dtype=torch.float64), pool.positive.new_zeros(num_queries)
+    values = values + pool.scores[0, :0].sum()  # connects the loss to the rows even without a block
+    for queries, part in blocks:
+        arguments = part.scores, part.positive, part.member, part.weight, temperature
+        block_values, block_valid = smooth_ap_sums(*arguments, key_weight=part.key_weight)
+        values = values.index_copy(0, queries, block_values)
+        valid[queries] = block_valid
     return PerClass(values, valid)
 
 

@@ -319,8 +319,9 @@ def _finite(usual: Callable[[], Tensor], other: Callable[[], Tensor], x: Tensor)
 
     Both return the same for finite logits ``x``. An accelerator is not waited for.
     """
-    values = usual() if x.is_cpu and has_values(x) else None
-    return other() if values is None or not bool(values.detach().sum().isfinite()) else values
+    if x.is_cpu and has_values(values := usual()) and bool(values.detach().sum().isfinite()):  # no batch of targets
+        return values
+    return other()
 
 
 def _settled(x: Tensor, y: Tensor) -> Tensor:

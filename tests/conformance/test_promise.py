@@ -81,6 +81,7 @@ IN_WAYS += [
             for dtype in LIMITS
         ),
         *(Case("queries", weighted=way != "sum", options={"reduction": way}) for way in ("mean", "sum", "none")),
+        *(Case(f"pauc_queries{form}", weighted=form == "", masked=True) for form in ("", "_dro")),
         *(
             Case("retrieval", is_split=is_split, options={"reduction": way})
             for is_split in (False, True)

@@ -6,7 +6,7 @@ import math
 import sys
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import loss_cases as cases
@@ -22,9 +22,10 @@ from torch.testing import assert_close
 
 import fullrank
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import retrieval_smooth_ap, smooth_ap
+from fullrank.losses import pauc_at_budget, retrieval_smooth_ap, smooth_ap
 from fullrank.losses.embeddings import retrieval
 from fullrank.losses.pooled.query_blocks import query_blocks
+from fullrank.metrics import PAUCAtBudget
 
 IGNORED = -100
 
@@ -106,6 +107,55 @@ def test_queries_equal_the_reference(weighted: bool, reduction: str, device: tor
         for loss in (found.loss, smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)):
             assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
             assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
+
+
+AREAS: dict[str, dict[str, Any]] = {
+    "auc": {"beta": 1.0, "surrogate": "pairwise", "temperature": 0.3},
+    "band": {"alpha": 0.1, "beta": 0.7, "surrogate": "pairwise", "tau_scale": "band"},
+    "knots": {"alpha": 0.1, "beta": 0.9, "surrogate": "trapezoid", "n_knots": 3, "budget_basis": "population"},
+    "dro": {"beta": 0.5},
+    "dro iqr": {"dro_lambda": 0.3, "tau_scale": "iqr"},
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("area", AREAS)
+def test_areas_of_queries_equal_the_reference(area: str, weighted: bool, device: torch.device) -> None:
+    """With a mask of iid rows too. The control: the rows in one pool."""
+    for reduction in REDUCTIONS:
+        rows, indexes = make_queries(weighted=weighted)
+        rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3 if weighted else None)
+        twin = cases.leaf(rows)
+        rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
+        expected = reference.pauc_of_queries(twin, indexes, reduction=reduction, **AREAS[area])
+        options: dict[str, Any] = {"iid_mask": rows.iid_mask, "sample_weight": rows.sample_weight}
+        module = fullrank.PAUCAtBudgetLoss(1, reduction=reduction, **AREAS[area])
+        queries = indexes.to(device)
+        found = module(rows.logits, rows.targets, return_per_class=True, indexes=queries, **options)
+        assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
+        assert torch.equal(found.valid.cpu(), expected.valid)
+        theirs = cases.gradient(expected.loss, twin.logits)
+        assert bool(theirs.any())
+        options |= {"reduction": reduction, **AREAS[area]}
+        for loss in (found.loss, pauc_at_budget(rows.logits, rows.targets, indexes=queries, **options)):
+            assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
+            assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
+        alone = pauc_at_budget(rows.logits, rows.targets, **options)
+        assert reduction == "none" or abs(float(alone.detach()) - float(expected.loss.detach())) > 1e-3
+
+
+def test_small_temperatures_give_the_auc_of_each_query() -> None:
+    """With the hardness and the diagnostics of each query, as the metric counts the queries."""
+    rows, indexes = make_queries()
+    loss = fullrank.PAUCAtBudgetLoss(1, beta=1.0, surrogate="pairwise", temperature=1e-6)
+    found = loss(rows.logits, rows.targets, return_diagnostics=True, indexes=indexes)
+    metric = PAUCAtBudget(beta=1.0)
+    metric.update(rows.logits, rows.targets, indexes=indexes)
+    assert_close(1 - found.loss, metric.compute(), rtol=1e-12, atol=0.0)
+    assert {value.shape for value in found.stats.values()} == {(14,)}
+    soft = fullrank.PAUCAtBudgetLoss(1, beta=0.5)
+    soft(rows.logits, rows.targets, indexes=indexes)
+    assert len(soft.current_hardness) == 14
 
 
 def test_controls_of_queries() -> None:

@@ -27,6 +27,7 @@ def calls(x: Tensor, t: Tensor, flag: bool) -> None:
         assert_type(module(x, t, None, True), Tensor | LossWithClasses)
         assert_type(module.forward(x, t), Tensor)
     assert_type(SmoothAPLoss(1)(x, t, indexes=t), Tensor)
+    assert_type(PAUCAtBudgetLoss(1)(x, t, indexes=t, return_diagnostics=True), LossWithStats)
     assert_type(SmoothAPLoss(1)(x, t, indexes=t, return_per_class=True), LossWithClasses)
 
     pauc = PAUCAtBudgetLoss(1)
