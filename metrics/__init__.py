@@ -2,6 +2,7 @@
 
 from .embeddings import EmbeddingAveragePrecision, EmbeddingPrecision, EmbeddingRecall, EmbeddingReciprocalRank
 from .pauc_at_budget import PAUCAtBudget
+from .queries import QueryNDCG, QueryRecall, QueryReciprocalRank
 from .recall_at_quantile import RecallAtQuantile
 from .review_curve import ReviewCurve
 
@@ -11,6 +12,9 @@ __all__ = [
     "EmbeddingRecall",
     "EmbeddingReciprocalRank",
     "PAUCAtBudget",
+    "QueryNDCG",
+    "QueryRecall",
+    "QueryReciprocalRank",
     "RecallAtQuantile",
     "ReviewCurve",
 ]

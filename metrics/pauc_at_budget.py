@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
 from ..losses.pooled.pool import PerClass, Pool
-from .ranking_metric import Average, Ranked, RankingMetric
+from .ranking_metric import Average, Ranked, ReviewedMetric
 
 _TINY = torch.finfo(torch.float64).tiny
 
 
 @completed()
-class PAUCAtBudget(RankingMetric):
+class PAUCAtBudget(ReviewedMetric):
     r"""Mean true-positive rate over a band of false-positive rates: the partial area under the ROC curve, normalized.
 
     Equal, for ``alpha=0, beta=1``, to ``sklearn.metrics.roc_auc_score``; O(N log N) time and O(N C) memory. With
@@ -66,28 +65,16 @@ class PAUCAtBudget(RankingMetric):
 
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the partial area of each class or query, over the width of the band."""
-        ranked, by_negatives = Ranked.of(pool), self.budget_basis == "fpr"
-        counts, bounds = ranked.positive if ranked.mass is None else ranked.mass * ranked.positive, ranked.bounds
-        caught = F.pad(counts.cumsum(0), (1, 0))  # [K + 1] positives among the first 0, 1, 2, ... rows
-        rows = None if ranked.mass is None else F.pad(ranked.mass.cumsum(0), (1, 0))
         # The curve rises in the runs of equal scores that have a positive, straight from their first row to their last.
-        stops = ranked.stops
-        runs = caught[stops].diff().nonzero()[:, 0]
-        places = stops[torch.stack([runs, runs + 1])]  # [2, R]
-        up = caught[places].double()
-        num_positive = caught[bounds].diff()  # [G]
-        num_rows = (bounds if rows is None else rows[bounds]).diff()
-        num_negative = num_rows - num_positive
-        group = torch.searchsorted(bounds[1:], places[1])  # [R]
-        first = bounds[group]
-        spent = places - first if rows is None else rows[places] - rows[first]
-        spent = spent - (up - caught[first]) if by_negatives else spent
-        total, gain = (num_negative if by_negatives else num_rows)[group], (up[1] - up[0]) / num_positive[group]
-        begin, end = (spent / total.double()).unbind()
+        ranked = Ranked.of(pool)
+        rises = ranked.rises()
+        num_negative, by_negatives = rises.num_rows - rises.num_positive, self.budget_basis == "fpr"
+        spent = rises.rows - rises.positives if by_negatives else rises.rows
+        total = (num_negative if by_negatives else rises.num_rows)[rises.group].double()
+        begin, end = (spent / total).unbind()
         left, right = begin.clamp(self.alpha, self.beta), end.clamp(self.alpha, self.beta)
         # Of the band, what a positive adds: the part beyond its run, and the part of the run that it is above.
         inside = (right - left) * ((left + right) / 2 - begin) / (end - begin).clamp_min(_TINY)
-        added = gain * (self.beta - right + inside) / (self.beta - self.alpha)
-        area = added.new_zeros(len(num_positive)).index_add_(0, group, added)
-        valid = (num_positive > 0) & (num_negative > 0)
-        return ranked.result(area, valid)
+        gain = rises.positives.diff(dim=0)[0] / rises.num_positive[rises.group]
+        area = rises.sum_of(gain * (self.beta - right + inside) / (self.beta - self.alpha))
+        return ranked.result(area, (rises.num_positive > 0) & (num_negative > 0))

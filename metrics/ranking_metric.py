@@ -130,9 +130,14 @@ class RankingMetric(GatheredMetric):
             is_kept = batch.targets != self.ignore_index
             is_kept = is_kept.any(dim=1) if self.multi_hot else is_kept
             rows = [None if row is None else row[is_kept] for row in rows]
+        self._add(*rows)
+
+    def _add(self, *rows: Tensor | None) -> None:
+        """Add checked rows of each state; None stands for weights of 1 and for no query."""
         for name, row, missing in zip(self.row_states, rows, (0, 0, 1.0, _NO_QUERY)):
             if row is None:  # one number in all places takes no memory
-                row = _number(missing, kept.device).expand(len(self.logits[-1]))
+                scores = self.logits[-1]
+                row = _number(missing, scores.device).expand(len(scores))
             getattr(self, name).append(row)
 
     def compute(self) -> Tensor:
@@ -154,6 +159,46 @@ class RankingMetric(GatheredMetric):
         """Return the value of each class or query, NaN if one of its scores is NaN; the formula of the subclass."""
         raise NotImplementedError
 
+    def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor, indexes: Tensor) -> Pool:
+        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _IGNORE_NONE)
+        queries, of_rows = None if _is_one_number(indexes) else indexes, None if _is_one_number(weights) else weights
+        if queries is not None:
+            is_missing = queries == _NO_QUERY
+            queries = None if is_missing.all() else queries  # without rows too
+            if queries is not None and is_missing.any():
+                what, got = "the query of each row in every update and on every rank, or in none", Words("both")
+                raise ValueError(expected("indexes", what, got))
+        return Pool(Batch(logits, targets, None, of_rows, queries, complete=not self.multi_hot, rule=rule))
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return all rows of each state, in these dtypes even without rows.
+
+        Logits (M, C) float64, targets (M,) int64 or (M, C), weights (M,) float64 and indexes (M,) int64.
+        """
+        dtypes = torch.float64, self._target_dtype, torch.float64, torch.int64
+        if self.logits:
+            return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))
+        device = torch.device("cpu") if self.compute_on_cpu else self.device
+        shapes = (0, self.num_classes), (0, self.num_classes) if self.multi_hot else (0,), (0,), (0,)
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes))
+
+    @property
+    def _target_dtype(self) -> torch.dtype:
+        return self._rule.dtype
+
+    @property
+    def _rule(self) -> TargetRule:
+        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
+
+    def extra_repr(self) -> str:
+        """Return the hyper-parameters."""
+        names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class ReviewedMetric(RankingMetric):
+    """Base of the metrics of one pool, whose rows are reviewed from the highest score on."""
+
     def review_curve(self, class_index: int = 0) -> ReviewCurve:
         """Return precision, recall and threshold over the review budget, of one class; a collective like ``compute``.
 
@@ -168,37 +213,6 @@ class RankingMetric(GatheredMetric):
         if scores.isnan().any():
             raise ValueError(expected(f"the scores of class {class_index}", "numbers", Words("NaN")))
         return ReviewCurve.of(scores, positive, None if pool.key_weight is None else pool.key_weight[member])
-
-    def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor, indexes: Tensor) -> Pool:
-        rule = self._rule if self.multi_hot else TargetRule(self.num_classes, _IGNORE_NONE)
-        queries, of_rows = None if _is_one_number(indexes) else indexes, None if _is_one_number(weights) else weights
-        if queries is not None and len(queries) and bool((is_missing := queries == _NO_QUERY).any()):
-            if not is_missing.all():
-                what, got = "the query of each row in every update and on every rank, or in none", Words("both")
-                raise ValueError(expected("indexes", what, got))
-            queries = None
-        return Pool(Batch(logits, targets, None, of_rows, queries, complete=not self.multi_hot, rule=rule))
-
-    def rows(self) -> tuple[Tensor, ...]:
-        """Return all rows of each state, in these dtypes even without rows.
-
-        Logits (M, C) float64, targets (M,) int64 or (M, C), weights (M,) float64 and indexes (M,) int64.
-        """
-        dtypes = torch.float64, self._rule.dtype, torch.float64, torch.int64
-        if self.logits:
-            return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))
-        device = torch.device("cpu") if self.compute_on_cpu else self.device
-        shapes = (0, self.num_classes), (0, self.num_classes) if self.multi_hot else (0,), (0,), (0,)
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes))
-
-    @property
-    def _rule(self) -> TargetRule:
-        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
-
-    def extra_repr(self) -> str:
-        """Return the hyper-parameters."""
-        names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class Ranked(NamedTuple):
@@ -239,12 +253,41 @@ class Ranked(NamedTuple):
         torch.ne(self.scores[1:], self.scores[:-1], out=is_stop[1:-1])
         return is_stop.index_fill_(0, self.bounds, True).nonzero()[:, 0]
 
+    def rises(self) -> Rises:
+        """Return the runs of equal scores that have a positive."""
+        bounds, stops = self.bounds, self.stops
+        counts = self.positive if self.mass is None else self.mass * self.positive
+        caught = F.pad(counts.cumsum(0), (1, 0))  # [K + 1] positives among the first 0, 1, 2, ... rows
+        runs = caught[stops].diff().nonzero()[:, 0]
+        places = stops[torch.stack([runs, runs + 1])]
+        group = torch.searchsorted(bounds[1:], places[1])
+        first = bounds[group]
+        rows, up = places - first, (caught[places] - caught[first]).double()
+        if self.mass is None:
+            return Rises(group, rows, up, caught[bounds].diff(), bounds.diff())
+        masses = F.pad(self.mass.cumsum(0), (1, 0))
+        return Rises(group, masses[places] - masses[first], up, caught[bounds].diff(), masses[bounds].diff())
+
     def result(self, values: Tensor, valid: Tensor) -> PerClass:
         """Return ``values`` (G,), 0 where not ``valid``, and NaN where a score is."""
         values, is_nan = torch.where(valid, values, 0.0), self.scores.isnan()
         if is_nan.any():
             values[torch.searchsorted(self.bounds[1:], is_nan.nonzero()[:, 0], right=True)] = math.nan
         return PerClass(values, valid)
+
+
+class Rises(NamedTuple):
+    """R runs of equal scores with a positive, and what their classes or queries have; weights where given."""
+
+    group: Tensor  # [R] the class or query
+    rows: Tensor  # [2, R] its rows above the run, and those up to the end of the run
+    positives: Tensor  # [2, R] float64, its positives among them
+    num_positive: Tensor  # [G]
+    num_rows: Tensor  # [G]
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        """Return the sums (G,) of ``values`` (R,)."""
+        return values.new_zeros(len(self.num_rows)).index_add_(0, self.group, values)
 
 
 @functools.cache

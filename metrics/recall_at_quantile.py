@@ -14,14 +14,14 @@ from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import PartialArea
 from ..losses.pooled.pool import PerClass, Pool, propagate_nan
 from ..losses.rows import has_values
-from .ranking_metric import Average, RankingMetric, mass_of
+from .ranking_metric import Average, ReviewedMetric, mass_of
 
 _TIED = 0.1  # of the rows, beyond the quantile
 _FEW_ROWS = 100  # with fewer rows a few ties are a tenth
 
 
 @completed(PartialArea)
-class RecallAtQuantile(RankingMetric):
+class RecallAtQuantile(ReviewedMetric):
     r"""Share of the positives that score at or above the (1 - q) quantile of all scores, so that they are reviewed.
 
     Equal to ``(scores[positive] >= torch.quantile(scores, 1 - q, interpolation="higher")).mean()`` for each class;

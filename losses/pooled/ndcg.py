@@ -143,9 +143,10 @@ class NDCGLoss(CurrentTemperature):
         def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
             check_not_gathered(group, logits=logits, relevance=relevance)
             check_temperature(self.temperature, automatic=True)
-            rows = self._checked(logits, relevance, indexes)
+            rows = checked_grades(logits, relevance, indexes)
             weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
-            check = combined([self._relevance_check(rows[1]), of_weight])
+            of_grades = relevance_check(rows[1], self.gain, self.ignore_index) if self.validate_args else None
+            check = combined([of_grades, of_weight])
             tensors = *rows, weight
             names = "logits", "relevance", "indexes", "sample_weight"
             return Offer(tensors, self._facts(), check=check, tensors=tensors, names=names)
@@ -165,48 +166,6 @@ class NDCGLoss(CurrentTemperature):
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
         __call__ = forward
-
-    def _checked(
-        self, logits: Tensor, relevance: Tensor, indexes: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        check_tensor("logits", logits)
-        check_tensor("relevance", relevance)
-        check_not_batched(logits, relevance, indexes)
-        check_rows([logits])
-        if not logits.is_floating_point():
-            raise TypeError(expected("logits", "a floating-point tensor", logits, "Use logits.float()."))
-        count = logits.shape[:1]
-        if logits.ndim == 0 or tuple(logits.shape) not in ((*count,), (*count, 1)):
-            fix = "One score per row; the query of each row goes to indexes."
-            raise ValueError(expected("logits", "shape (N,) or (N, 1)", logits, fix))
-        if relevance.is_complex():
-            raise TypeError(expected("relevance", "a tensor of real numbers", relevance))
-        if tuple(relevance.shape) not in ((*count,), (*count, 1)):
-            what = f"shape ({count[0]},), one entry per row of logits"
-            raise ValueError(expected("relevance", what, relevance, "Use flatten() on both, and indexes."))
-        check_device("relevance", relevance, logits)
-        indexes = None if indexes is None else checked_indexes(indexes, logits)
-        check_values("logits", logits)
-        grades = in_memory(relevance).detach().reshape(-1).to(compute_dtype(logits.dtype))
-        return in_memory(logits).reshape(-1), grades, indexes
-
-    def _relevance_check(self, grades: Tensor) -> DeviceCheck | None:
-        """Return the check that every relevance is in range; None if that is known already, or not to be checked."""
-        most = LARGEST_EXPONENT if self.gain == "exponential" else torch.finfo(grades.dtype).max
-        if not self.validate_args or grades.is_meta or grades.numel() == 0:
-            return None
-        if grades.device.type == "cpu":  # there the common case takes one pass
-            low, high = torch.stack(grades.aminmax()).tolist()
-            if low >= 0 and high <= most:
-                return None
-        bad = ~((grades >= 0) & (grades <= most)) & (grades != self.ignore_index)
-
-        def error() -> Exception:
-            limit = f"at most {most:g} with exponential gain" if self.gain == "exponential" else "finite"
-            what = f"numbers >= 0, {limit}, or ignore_index={self.ignore_index}"
-            return ValueError(expected("relevance", what, grades[bad][0].item()))
-
-        return DeviceCheck(bad.any(), error)
 
     def _differ(self, grades: Tensor, indexes: Tensor | None) -> Tensor:
         """Return in which queries two rows differ in relevance; the loss of the others is 0, or not defined."""
@@ -335,3 +294,46 @@ class NDCGLoss(CurrentTemperature):
 def _mean_of_rows(weight: Tensor, member: Tensor | None) -> Tensor:
     """Return the mean (q,) of the weights (q, L) of the members of each query, 0 without any."""
     return weight.mean(dim=1) if member is None else (weight * member).sum(dim=1) / member.sum(dim=1).clamp_min(1)
+
+
+def checked_grades(logits: Tensor, relevance: Tensor, indexes: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the checked scores, relevances, detached, and queries of the rows, (N,) each."""
+    check_tensor("logits", logits)
+    check_tensor("relevance", relevance)
+    check_not_batched(logits, relevance, indexes)
+    check_rows([logits])
+    if not logits.is_floating_point():
+        raise TypeError(expected("logits", "a floating-point tensor", logits, "Use logits.float()."))
+    count = logits.shape[:1]
+    if logits.ndim == 0 or tuple(logits.shape) not in ((*count,), (*count, 1)):
+        fix = "One score per row; the query of each row goes to indexes."
+        raise ValueError(expected("logits", "shape (N,) or (N, 1)", logits, fix))
+    if relevance.is_complex():
+        raise TypeError(expected("relevance", "a tensor of real numbers", relevance))
+    if tuple(relevance.shape) not in ((*count,), (*count, 1)):
+        what = f"shape ({count[0]},), one entry per row of logits"
+        raise ValueError(expected("relevance", what, relevance, "Use flatten() on both, and indexes."))
+    check_device("relevance", relevance, logits)
+    indexes = None if indexes is None else checked_indexes(indexes, logits)
+    check_values("logits", logits)
+    grades = in_memory(relevance).detach().reshape(-1).to(compute_dtype(logits.dtype))
+    return in_memory(logits).reshape(-1), grades, indexes
+
+
+def relevance_check(grades: Tensor, gain: str, ignore_index: int) -> DeviceCheck | None:
+    """Return the check that every relevance is in range; None if that is known already, or not to be checked."""
+    most = LARGEST_EXPONENT if gain == "exponential" else torch.finfo(grades.dtype).max
+    if grades.is_meta or grades.numel() == 0:
+        return None
+    if grades.device.type == "cpu":  # there the common case takes one pass
+        low, high = torch.stack(grades.aminmax()).tolist()
+        if low >= 0 and high <= most:
+            return None
+    bad = ~((grades >= 0) & (grades <= most)) & (grades != ignore_index)
+
+    def error() -> Exception:
+        limit = f"at most {most:g} with exponential gain" if gain == "exponential" else "finite"
+        what = f"numbers >= 0, {limit}, or ignore_index={ignore_index}"
+        return ValueError(expected("relevance", what, grades[bad][0].item()))
+
+    return DeviceCheck(bad.any(), error)

@@ -396,12 +396,21 @@ def updates(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs
     return values_of(partial(find(kind), **THRESHOLD[kind]), lambda metric: partial(call, metric), rows)
 
 
-def queried(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
-    """Rows of one class, of which each is of a query."""
-    rows = {"logits": normal(31), "targets": (torch.arange(31) % 3 == 0).long()}
-    rows |= {name: make(rows["logits"]) for name, make in given.items()}
-    make = lambda num_classes, **options: fullrank.metrics.PAUCAtBudget(1, beta=0.4, **options)  # noqa: E731
-    return values_of(make, lambda metric: partial(call, metric), rows)
+def queried(call: Callable[..., Any], given: dict[str, Any], kind: str = "PAUCAtBudget") -> Pairs:
+    """Rows of one class, of which each is of a query; ``call`` is the class of a metric, or the update of ``kind``."""
+    scores = normal(31)
+    ignored = given.get("ignore_index", IGNORED)
+    targets = (torch.arange(31) % 3 == 0).long().where(torch.arange(31) % 5 > 0, ignored)
+    rows = {} if "target" in given else {"logits": scores, "targets": targets}
+    if kind == "QueryNDCG":
+        rows["relevance"] = (torch.arange(31) % 3).where(rows.pop("targets") != ignored, ignored)
+    rows["indexes"] = torch.arange(31) % 4
+    is_update = any(map(callable, given.values()))
+    rows |= {name: make(scores) for name, make in given.items() if is_update}
+    first = {"beta": 0.4} if kind == "PAUCAtBudget" else {}
+    make = partial(find(kind), **first) if is_update else call
+    update = (lambda metric: partial(call, metric)) if is_update else (lambda metric: metric.update)
+    return values_of(lambda num_classes, **options: make(**options), update, rows)
 
 
 def reviews(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
@@ -536,6 +545,20 @@ def metrics() -> list[Call]:
         if kind == "PAUCAtBudget":
             found.append(Call(f"{kind}.update", {"indexes": lambda rows: torch.arange(len(rows)) % 4}, queried))
         found.append(Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)))
+    for kind, settings in {"QueryReciprocalRank": {}, "QueryRecall": {}, "QueryNDCG": {"gain": "exponential"}}.items():
+        of_queries = partial(queried, kind=kind)
+        found += [Call(kind, {"k": 2, **settings}, of_queries), Call(kind, {"average": None}, of_queries)]
+        found.append(Call(kind, {"ignore_index": -1, "k": 2}, of_queries))
+        names = () if kind == "QueryNDCG" else ("logits", "targets")
+        found += [
+            Call(f"{kind}.update", {"indexes": lambda rows: torch.arange(len(rows)) % 4}, of_queries),
+        ]
+        if names:
+            rows = {"preds": lambda rows: rows, "target": lambda rows: (rows > 0).long()}
+            found += [
+                Call(f"{kind}.update", dict(zip(names, rows.values())), of_queries),
+                Call(f"{kind}.update", rows, of_queries),
+            ]
     of_embeddings = {f"Embedding{name}": {"k": 3} for name in ("Recall", "Precision", "ReciprocalRank")}
     for kind, settings in (of_embeddings | {"EmbeddingAveragePrecision": {"at_r": True}}).items():
         found += [Call(kind, {**settings, "num_features": 4}, embeds), Call(kind, {"ignore_index": -1}, embeds)]

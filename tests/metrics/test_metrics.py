@@ -19,15 +19,16 @@ from collective_counter import CollectiveCounter
 from loss_cases import LOSSES
 from on_ranks import on_ranks
 from refusals import LOGITS, TARGETS, Refusal, refused_rows
-from sklearn.metrics import recall_score, roc_auc_score, roc_curve
+from sklearn.metrics import ndcg_score, recall_score, roc_auc_score, roc_curve
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAveragePrecision
+from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 from torchmetrics.utilities.distributed import gather_all_tensors
 from workers import error_of
 
 import fullrank
 from fullrank.kernels.quantiles import INTERPOLATIONS
-from fullrank.metrics import PAUCAtBudget, RecallAtQuantile
+from fullrank.metrics import PAUCAtBudget, QueryNDCG, QueryRecall, QueryReciprocalRank, RecallAtQuantile
 
 NUM_CLASSES = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -707,6 +708,68 @@ def test_areas_of_queries_are_those_of_scikit_learn(rank, band, weighted):
         pool = PAUCAtBudget(1, *band, sync_on_compute=False)
         pool.update(scores, targets, sample_weight=weights)
         assert average is None or abs(pool.compute() - value) > 1e-3
+
+
+def hits_of(scores, targets):
+    """The targets from the highest score on; of equal scores those that are not relevant come first."""
+    return [target for _, target in sorted(zip(-scores, targets))]
+
+
+def ndcg(scores, grades, k=None, exponential=False):
+    gains = 2.0**grades - 1 if exponential else grades
+    return ndcg_score(gains[None], scores[None], k=k) if len(grades) > 1 else 1.0
+
+
+RANKERS = {  # a metric, its value of one query, and the metric of torchmetrics
+    "rank": (QueryReciprocalRank, lambda x, y: 1 / (1 + hits_of(x, y).index(1)), RetrievalMRR),
+    "rank 2": (
+        partial(QueryReciprocalRank, 2),
+        lambda x, y: max(0, *hits_of(x, y)[:2] / np.arange(1, 3)[: len(x)]),
+        None,
+    ),
+    "recall 3": (
+        partial(QueryRecall, 3),
+        lambda x, y: sum(hits_of(x, y)[:3]) / sum(y),
+        partial(RetrievalRecall, top_k=3),
+    ),
+    "recall": (QueryRecall, lambda x, y: 1.0, None),
+    "ndcg": (QueryNDCG, ndcg, RetrievalNormalizedDCG),
+    "ndcg 3": (partial(QueryNDCG, 3), partial(ndcg, k=3), partial(RetrievalNormalizedDCG, top_k=3)),
+    "exponential": (partial(QueryNDCG, 5, gain="exponential"), partial(ndcg, k=5, exponential=True), None),
+}
+
+
+@pytest.mark.parametrize("name", RANKERS)
+@on_ranks()
+def test_rankings_of_queries_are_those_of_loops_and_of_scikit_learn(rank, name):
+    """Uneven ranks with parts of queries, of which one has no rows, with ties. Without ties those of torchmetrics."""
+    make, of_query, theirs = RANKERS[name]
+    scores, targets, indexes, _ = queried_rows(False)
+    targets = (
+        targets * (1 + indexes % 3 + torch.arange(len(targets)) % 2) if name.startswith(("ndcg", "exp")) else targets
+    )
+    cuts = [[0, 0, len(scores)], [0, 101, 101, len(scores)]][dist.get_world_size() - 2]
+    own = slice(cuts[rank], cuts[rank + 1])
+    for x in (scores, scores + torch.linspace(0, 0.1, len(scores))):
+        parts = [(x[indexes == query].numpy(), targets[indexes == query].numpy()) for query in indexes.unique()]
+        values = [of_query(*part) if part[1].any() else math.nan for part in parts]
+        expected = torch.tensor(values, dtype=torch.float64)
+        assert 0 < expected.isnan().sum() < 20
+        for average, value in ((None, expected), ("macro", expected.nanmean())):
+            spread, alone = make(average=average), make(average=average, sync_on_compute=False)
+            if own.stop > own.start:
+                spread.update(x[own], targets[own], indexes[own])
+            for part in (slice(0, 77), slice(77, None)):
+                alone.update(x[part, None], targets[part], indexes[part])
+            for metric in (spread, alone):
+                torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=0.0, equal_nan=True)
+    if theirs is not None:
+        theirs = theirs(empty_target_action="skip", sync_on_compute=False)
+        theirs.update((x / 10).sigmoid().double(), targets, indexes)
+        assert float(theirs.compute()) == pytest.approx(float(expected.nanmean()), rel=1e-6)  # theirs is float32
+    one = make(sync_on_compute=False)
+    one.update(x, targets)  # the control: one query
+    assert name == "recall" or abs(one.compute() - expected.nanmean()) > 1e-2
 
 
 @on_ranks(2)
