@@ -790,6 +790,9 @@ def test_indexes_of_some_rows_are_refused_and_nan_stays_in_its_query(rank):
         values.append(metric.compute())
     clean = by_queries(AREAS[0.0, 1.0], scores.nan_to_num(), targets, indexes, None)
     names = indexes.unique()
+    equal = PAUCAtBudget(1, beta=1.0, average=None, sync_on_compute=False)
+    equal.update(torch.zeros(len(scores)), targets, indexes=indexes)  # runs end where queries do
+    _close(equal.compute(), clean.masked_fill(~clean.isnan(), 0.5))
     assert values[0][names == 1].isnan()
     _close(values[0][names != 1], clean[names != 1])
     assert values[1].isnan()
