@@ -82,6 +82,7 @@ class PairLoss(ContrastiveLoss):
     symmetric = False
     _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
+    _pairs_views = True  # so keys that are the queries are a mistake
 
     def __init__(
         self,
@@ -240,7 +241,7 @@ class PairLoss(ContrastiveLoss):
 
         loss, _ = self._sum_over_ranks(compute, [of_keys, of_queries, *further], exchange, learned)
         if has_values(loss):
-            if given.queries is given.keys:
+            if self._pairs_views and given.queries is given.keys:
                 fix = "Pass another view as keys, or rows and labels to SupConLoss."
                 self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
             if self._enqueues:

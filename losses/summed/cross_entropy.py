@@ -319,7 +319,7 @@ def _finite(usual: Callable[[], Tensor], other: Callable[[], Tensor], x: Tensor)
 
     Both return the same for finite logits ``x``. An accelerator is not waited for.
     """
-    if x.is_cpu and has_values(values := usual()) and bool(values.detach().sum().isfinite()):  # no batch of targets
+    if x.is_cpu and has_values(values := usual()) and math.isfinite(values.detach().sum()):  # no batch of targets
         return values
     return other()
 
