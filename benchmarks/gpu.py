@@ -60,7 +60,7 @@ TESTS = ["test_device.py", "losses/test_loss_values.py", "losses/test_contract.p
 TESTS += ["losses/test_contrast.py", "losses/test_hints.py", "losses/test_ndcg.py", "losses/test_every_loss.py"]
 TESTS += ["losses/test_causal_lm.py", "accumulation/test_accumulate.py", "accumulation/test_replay.py"]
 TESTS += ["gradients/test_grad_norm_local.py", "metrics/test_metrics.py", "queues/test_queue.py"]
-TESTS += ["preflight/test_site.py", "kernels/test_plain.py"]
+TESTS += ["preflight/test_site.py", "kernels/test_plain.py", "losses/test_row_loss.py"]
 EXTRAS = ("pytest", "sklearn", "torchmetrics", "scipy")  # that some tests import
 NCCL_SHARES_A_DEVICE = (2, 30)  # the first version that can, if NCCL_MULTI_RANK_GPU_ENABLE is set
 
