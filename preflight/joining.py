@@ -94,7 +94,7 @@ def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Ten
 def _cat(tensors: Sequence[Tensor], name: str) -> Tensor:
     if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
         got = Words(" and ".join(f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for tensor in tensors[:4]))
-        fix = f"{_JOIN} For tokens: join=fullrank.preflight.pad_tokens(-100)."
+        fix = f"{_JOIN} For tokens: pad_tokens(-100) of fullrank.preflight, where labels have 'label' in their key."
         raise ValueError(expected(name, "tensors that differ in their number of rows alone", got, fix))
     return torch.cat(list(tensors))
 

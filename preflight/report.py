@@ -109,7 +109,8 @@ def likely_causes(
         f"A parameter outside the model ({names}): no wrapper reduces its gradient. Make the loss a part of the model "
         "before wrapping it, or call all_reduce_grads_ on its parameters.": bool(differ) and outside,
         f"No wrapper has reduced these gradients ({names}), so the processes hold different ones: the forward went "
-        "past the wrapper (model.module), the last backward was inside no_sync, or the model has no wrapper.": (
+        "past the wrapper (model.module), the last backward was inside no_sync, the model has no wrapper, or DDP "
+        "waits for a parameter that the step does not use (find_unused_parameters=True).": (
             bool(differ) and not outside
         ),
         f"1/{ranks} on everything: a sum over the rows of each process, of which the wrapper takes the mean. "
