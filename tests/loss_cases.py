@@ -275,6 +275,7 @@ RULE = Argument("lower", ["cubic"])
 WARM = {"temperature": 0.2}
 SIGMOID = {"temperature": 0.2, "bias": -1.0}
 MARGIN = Argument(0.5, [-0.1, NAN, INF], ["0.1"])
+STRATEGY = Argument("relative", ["quotient", None], among={"margin": 0.5})
 SMOOTH_RECALL = {"surrogate": "sigmoid"}
 QUANTILE = Argument(0.4, [0.0, 1.0, -0.1, 1.5, NAN], ["0.1"])
 WITHOUT_EFFECT = "The two surrogates of recall do not take the same arguments."
@@ -473,7 +474,21 @@ ROWS = (
             "max_logit_scale": Argument(
                 50.0, [0.0, NAN], ["100"], among={"learn_temperature": True, "temperature": 0.02}
             ),
-            "mask_margin": MARGIN,
+            "directions": Argument(
+                ("query_to_doc", "query_to_query"),
+                [("doc_to_query",), ("query_to_doc", "all")],
+                ["query_to_doc", None],
+                among={"queue_size": 0},
+            ),
+            "partition_mode": Argument(
+                "per_direction",
+                ["both", None],
+                among={"directions": ("query_to_doc", "doc_to_query"), "queue_size": 0},
+            ),
+            "hardness_mode": Argument("all_negatives", ["all"], among={"hardness_strength": 3.0}),
+            "hardness_strength": Argument(2.0, [-0.1, NAN, INF], ["0.1"], among={"hardness_mode": "all_negatives"}),
+            "margin": MARGIN,
+            "margin_strategy": STRATEGY,
         },
         left_out={**CONTRASTIVE, "meta symmetric": READS_VALUES},
     ),
@@ -486,7 +501,8 @@ ROWS = (
             "bias": Argument(-2.0, [NAN, INF], ["1"]),
             "learn": Argument(True, [], [1]),
             "max_logit_scale": Argument(50.0, [0.0, NAN], ["100"], among={"learn": True, "temperature": 0.02}),
-            "mask_margin": MARGIN,
+            "margin": MARGIN,
+            "margin_strategy": STRATEGY,
         },
         left_out={**CONTRASTIVE, "meta learned": READS_VALUES},
     ),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...errors import expected
+from ...errors import check_amount, check_choice, expected
 from ..arguments import completed
 from .base import softmax_, softplus
 from .pairs import PairLoss, PairOptions
+
+_HARDNESS_MODES = "in_batch_negatives", "hard_negatives", "all_negatives"
+_DIRECTIONS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
 
 
 @completed()
@@ -26,6 +31,17 @@ class InfoNCELoss(PairLoss):
 
     Args:
         symmetric: average with the same loss of keys among the queries, as CLIP does; the queries then travel too.
+        directions: what is compared with what, as in sentence-transformers, whose documents are the keys and negatives:
+            ``"query_to_doc"``, always, and any of ``"doc_to_query"``, ``"query_to_query"`` without the query itself and
+            ``"doc_to_doc"``, each key with all documents but those of its query. Further ones double the width of the
+            product where keys are compared, and take no queue.
+        partition_mode: ``"joint"``, one softmax over all candidates of a pair, or ``"per_direction"``: of
+            ``"query_to_doc"`` and ``"doc_to_query"``, the same as ``symmetric``.
+        hardness_mode: the negatives of a query, in ``"query_to_doc"``, that are made harder: those ``"all_negatives"``,
+            only its own ``"hard_negatives"``, or all others ``"in_batch_negatives"``. None for no negatives.
+        hardness_strength: >= 0. This times the similarity, a constant, is added to the scores of those negatives. For
+            modes but ``"all_negatives"``, and for ``"doc_to_doc"``, ``negatives`` are (N, K, D) or (N, D), those of
+            query i in place i.
         learn_temperature: let ``logit_scale``, the logarithm of 1 / temperature, be a parameter of this module, of
             shape (1,). Its gradient is that of one process on every rank, before and after an average over the ranks:
             give it to the optimizer, inside the model that DDP or FSDP2 wraps or outside of it. With
@@ -44,7 +60,16 @@ class InfoNCELoss(PairLoss):
         Contrast, CVPR 2020, eq. 1 (the queue).
     """
 
-    _shown = ("symmetric", "mask_margin", *PairLoss._of_all)
+    _shown = (
+        "symmetric",
+        "directions",
+        "partition_mode",
+        "hardness_mode",
+        "hardness_strength",
+        "margin",
+        "margin_strategy",
+        *PairLoss._of_all,
+    )
 
     def __init__(
         self,
@@ -52,14 +77,23 @@ class InfoNCELoss(PairLoss):
         *,
         symmetric: bool = False,
         learn_temperature: bool = False,
-        mask_margin: float = 0.0,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: str = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        margin: float = 0.0,
+        margin_strategy: str = "absolute",
         **options: Unpack[PairOptions],
     ) -> None:
         for name, value in (("symmetric", symmetric), ("learn_temperature", learn_temperature)):
             if not isinstance(value, bool):
                 raise TypeError(expected(name, "True or False", value))
-        super().__init__(temperature, learn_temperature, mask_margin, **options)
-        self.symmetric = symmetric
+        super().__init__(temperature, learn_temperature, margin, margin_strategy, **options)
+        self.partition_mode = check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
+        self.directions = _checked_directions(directions, partition_mode, symmetric, self.queue_size)
+        self.symmetric = symmetric or (partition_mode == "per_direction" and len(self.directions) > 1)
+        self.hardness_mode = check_choice("hardness_mode", hardness_mode, (None, *_HARDNESS_MODES))
+        self.hardness_strength = check_amount("hardness_strength", hardness_strength)
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return what :meth:`PairLoss._terms` does.
@@ -72,3 +106,24 @@ class InfoNCELoss(PairLoss):
         push = gap.sigmoid() * weight
         others.mul_(push[:, None])
         return softplus(gap), -push
+
+
+def _checked_directions(
+    directions: Sequence[str], partition_mode: str, symmetric: bool, queue_size: int
+) -> tuple[str, ...]:
+    """Return the ``directions`` as a tuple, or raise unless they have a meaning with the other arguments."""
+    if not isinstance(directions, (tuple, list)):
+        raise TypeError(expected("directions", f"a tuple of {', '.join(map(repr, _DIRECTIONS))}", directions))
+    for name in directions:
+        check_choice("directions", name, _DIRECTIONS)
+    if "query_to_doc" not in directions:
+        raise ValueError(expected("directions", "'query_to_doc', which has the key of a query, among them", directions))
+    if partition_mode == "per_direction" and not {*directions} <= {"query_to_doc", "doc_to_query"}:
+        fix = "Use partition_mode='joint': the other directions hold no pair."
+        raise ValueError(expected("directions", "'query_to_doc' and 'doc_to_query' per direction", directions, fix))
+    if partition_mode == "joint" and len({*directions}) > 1:
+        if symmetric:
+            raise ValueError(expected("symmetric", "False with directions in one softmax", symmetric))
+        if queue_size:
+            raise ValueError(expected("queue_size", "0 with directions in one softmax", queue_size))
+    return (*dict.fromkeys(directions),)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
@@ -16,7 +18,7 @@ from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
-from ...errors import Words, check_amount, check_positive, check_temperature, check_tensor, expected
+from ...errors import Words, check_amount, check_choice, check_positive, check_temperature, check_tensor, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, weight_of_rows, weight_unit
@@ -25,6 +27,7 @@ from .retrieval import checked_labels
 
 _NO_LABEL = -100
 _TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as they travel
+_OF_QUERIES = {"query_to_query", "doc_to_query"}  # directions whose candidates are queries
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
@@ -56,11 +59,15 @@ class Direction(NamedTuple):
     """One way to find pairs: the rows of a side among the rows of others, which begin with those of its pairs."""
 
     anchors: Side
-    sides: Sequence[Side]
-    candidates: Columns  # those of ``sides``, and then of the queue
+    parts: Sequence[tuple[Side, slice]]  # the sides of the candidates, and which of the columns of a row are theirs
+    candidates: Columns  # those of ``parts``, and then of the queue
     limit: Tensor | None  # [n] a candidate that the guide finds as similar as this is left out
     weight: Tensor  # [n] float64, of the anchors
     needs_grad: bool
+    hardness: Tensor | None = None  # () times the scores of hard candidates, is added to them
+    pairs: Tensor | None = None  # [K] the pair that a candidate belongs to, -1 for none
+    num_docs: int | None = None  # candidates of ``query_to_doc``; of the further ones those of the pair are left out
+    again: int | None = None  # where the queries begin as candidates of the keys, of which those of the pair stay
 
 
 @completed()
@@ -73,13 +80,17 @@ class PairLoss(ContrastiveLoss):
         max_logit_scale: the largest factor on the similarities with a learned temperature, whose smallest value is then
             1 / ``max_logit_scale``. A ``logit_scale`` above its logarithm is clamped to it, and has a gradient only if
             that lowers it.
-        mask_margin: >= 0. The ``mask`` of a call also leaves out candidates that are less similar than the key by up to
-            this much.
+        margin: >= 0. The ``mask`` of a call also leaves out candidates that are less similar than the key by up to this
+            much.
+        margin_strategy: ``"absolute"``, or ``"relative"``: the margin is a share of the similarity of the key.
     """
 
     logit_scale: nn.Parameter | None
     logit_bias: nn.Parameter | None
     symmetric = False
+    directions: tuple[str, ...] = ("query_to_doc",)
+    hardness_mode: str | None = None
+    hardness_strength = 0.0
     _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
     _pairs_views = True  # so keys that are the queries are a mistake
@@ -88,7 +99,8 @@ class PairLoss(ContrastiveLoss):
         self,
         temperature: float,
         learn: bool,
-        mask_margin: float | None,
+        margin: float | None,
+        margin_strategy: str = "absolute",
         max_logit_scale: float = 100.0,
         normalize: bool = True,
         queue_size: int = 0,
@@ -98,7 +110,8 @@ class PairLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, **options)
         self.max_logit_scale = check_positive("max_logit_scale", max_logit_scale)
-        self.mask_margin = None if mask_margin is None else check_amount("mask_margin", mask_margin)
+        self.margin = None if margin is None else check_amount("margin", margin)
+        self.margin_strategy = check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn else None)
         self.register_parameter("logit_bias", None)
@@ -167,7 +180,7 @@ class PairLoss(ContrastiveLoss):
             offsets: constants to add to the scaled similarities of candidates: of the keys (N,) and, with
                 ``negatives``, of those, (M,) or (N, K). o weighs a candidate by exp(o), and -inf leaves it out. Minus
                 the logarithm of how often it is drawn gives a sampled softmax. The queue holds the offsets of its keys.
-                With ``symmetric`` the queries have none.
+                Candidates of other directions than ``query_to_doc`` have none.
             sample_weight: (N,) >= 0, of the pairs in the mean. All keys stay candidates.
         """
         return self._loss(Given(queries, keys, negatives, labels, negative_labels, mask, offsets, sample_weight))
@@ -207,7 +220,9 @@ class PairLoss(ContrastiveLoss):
                 for side in further:
                     for name, column in {**side.own._asdict(), **side.own.more, "more": None}.items():
                         facts |= {} if column is None else {f"{name} of negatives": describe_rows(column)}
-            rows, guide = (of_queries.own.rows, of_queries.own.guide) if self.symmetric else (None, None)
+            rows = guide = None
+            if self.symmetric or not _OF_QUERIES.isdisjoint(self.directions):
+                rows, guide = of_queries.own.rows, of_queries.own.guide
             own, names = of_keys.own, (*_TENSORS, *[f"{name} of keys" for name in of_keys.own.more])
             tensors = own.rows, rows, own.labels, own.guide, guide, *own.more.values()
             return Offer((sides, weight), facts, len(own.rows), totals, checksum, check, tensors, names)
@@ -274,6 +289,10 @@ class PairLoss(ContrastiveLoss):
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
+        if negatives is not None and self._asks_whose and len(negatives) != len(queries):
+            what = f"{len(queries)} rows of shape (N, K, D) or (N, D), those of each query"
+            fix = "The hardness_mode or the direction doc_to_doc tell the negatives of a query from those of others."
+            raise ValueError(expected("negatives", what, negatives, fix))
         if labels is not None:
             labels = checked_labels(labels, queries, "queries")
         if negative_labels is not None:
@@ -307,6 +326,59 @@ class PairLoss(ContrastiveLoss):
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
         return sides
 
+    def _compared(
+        self, keys: Side, queries: Side, further: Sequence[Side]
+    ) -> tuple[Side, list[Columns], list[tuple[Side, slice]], dict[str, Any]]:
+        """Return anchors, candidates and their parts in all directions of one softmax, and more of the direction.
+
+        Where keys are compared too, an anchor is the row of a query and behind it that of its key, and a candidate has
+        zeros in place of the one that it is not compared with.
+        """
+        directions = () if self.symmetric else self.directions
+        numbers = torch.arange(len(keys.candidates.rows))
+        docs = [(keys, numbers, False)]
+        for side in further:
+            of_pairs = numbers.new_full((len(side.candidates.rows),), -1)
+            if self._asks_whose:
+                counts, others = keys.counts or (len(numbers),), side.counts or (len(of_pairs),)
+                each = torch.tensor([theirs // max(1, own) for own, theirs in zip(counts, others)])
+                of_pairs = numbers.repeat_interleave(each.repeat_interleave(torch.tensor(counts)))
+            docs.append((side, of_pairs, False))
+        compared = [*docs]
+        if "query_to_query" in directions:
+            compared.append((queries, numbers, False))
+        again = sum([len(of_pairs) for _, of_pairs, _ in compared])
+        if "doc_to_query" in directions:
+            compared.append((queries, numbers, True))
+        if "doc_to_doc" in directions:
+            compared += [(side, of_pairs, True) for side, of_pairs, _ in docs]
+        options = dict[str, Any]()
+        if len(compared) > len(docs):
+            options["num_docs"] = sum([len(of_pairs) for _, of_pairs, _ in docs])
+        if self._asks_whose or "num_docs" in options:
+            options["pairs"] = torch.cat([of_pairs for _, of_pairs, _ in compared])
+        if "doc_to_query" in directions:
+            options["again"] = again
+        columns = [side.candidates for side, *_ in compared]
+        for place in range(len(docs), len(compared)):
+            columns[place] = columns[place]._replace(more={})  # the offsets are those of the documents of a query
+        if not compared[-1][2]:
+            return queries, columns, [(side, slice(None)) for side, *_ in compared], options
+        wide = replace(queries, needs_grad=queries.needs_grad or keys.needs_grad)
+        both, parts, width = [queries.anchors, keys.anchors], list[tuple[Side, slice]](), queries.anchors.rows.shape[1]
+        guide = None if both[0].guide is None else torch.cat([part.guide for part in both], dim=1)
+        wide.anchors = both[0]._replace(rows=torch.cat([part.rows for part in both], dim=1), guide=guide)
+        for place, (side, _, with_keys) in enumerate(compared):
+            part = columns[place]
+            columns[place] = part._replace(rows=_beside(part.rows, with_keys), guide=_beside(part.guide, with_keys))
+            parts.append((side, slice(width, None) if with_keys else slice(width)))
+        return wide, columns, parts, options
+
+    @property
+    def _asks_whose(self) -> bool:
+        """Whether the negatives of a query differ from those of others."""
+        return self.hardness_mode in ("in_batch_negatives", "hard_negatives") or "doc_to_doc" in self.directions
+
     def _bias(self, scale: Tensor, learned: Sequence[Learned]) -> Tensor | None:
         """Return what is added to the scaled similarities, in the dtype of the scale; None for nothing."""
         return None
@@ -319,35 +391,49 @@ class PairLoss(ContrastiveLoss):
         ``further`` are more candidates of the queries, and ``share`` is what a pair weighs, (N,) float64.
         """
         columns: list[Columns] = []
+        parts: list[tuple[Side, slice]] = []
         for side in (keys, *further):
             rows, labels, *_ = side.candidates
             alone = rows.new_full((len(rows),), _ALONE, dtype=torch.int64)
             labels = alone if labels is None else torch.where(labels == _NO_LABEL, alone, labels)
             side.candidates = side.candidates._replace(labels=labels)
             columns.append(side.candidates)
+            parts.append((side, slice(None)))
         queries.candidates = queries.candidates._replace(labels=keys.candidates.labels)
+        wide, options = queries, dict[str, Any]()
+        if self.hardness_mode is not None or (len(self.directions) > 1 and not self.symmetric):
+            wide, columns, parts, options = self._compared(keys, queries, further)
         columns += self._queued_columns(keys.candidates) if self.queue_size else []
         if any("offsets" in part.more for part in columns):
             for place, part in enumerate(columns):
                 offsets = part.more.get("offsets", part.rows.new_zeros(len(part.rows)))
                 columns[place] = part._replace(more={**part.more, "offsets": offsets.to(part.rows)})
         candidates, limit = joined(columns), None
-        if candidates.guide is not None and self.mask_margin is not None:
+        if candidates.guide is not None and self.margin is not None:
             # The same similarity is rounded differently in other blocks, so that without a tolerance copies of a key
             # would be left out on some ranks alone.
-            tolerance = self.mask_margin + 64 * torch.finfo(candidates.guide.dtype).eps
-            limit = (queries.anchors.guide * keys.anchors.guide).sum(dim=1) - tolerance
+            tolerance = 64 * torch.finfo(candidates.guide.dtype).eps
+            limit = (queries.anchors.guide * keys.anchors.guide).sum(dim=1)
+            if self.margin_strategy == "relative":
+                limit = limit - (self.margin * limit.abs() + tolerance)
+            else:
+                limit = limit - (self.margin + tolerance)
         scale = keys.anchors.rows.new_tensor(1.0)
         if learned:
             scale = learned[0].like(scale).clamp_max(learned[0].limit).exp()
         else:
             scale = scale / self._temperature
+        if self.hardness_mode is not None:
+            options["hardness"] = self.hardness_strength / scale
+        if "pairs" in options:
+            numbers = options["pairs"].to(scale.device)
+            options["pairs"] = F.pad(numbers, (0, len(candidates.rows) - len(numbers)), value=-1)  # the queue has none
         bias = self._bias(scale, learned[1:])
         weight = share / (1 + self.symmetric)
         needs_grad = True in [side.needs_grad for side in (keys, queries, *further)]
         needs_grad |= True in [item.needs_grad for item in learned]
-        there = Direction(queries, [keys, *further], candidates, limit, weight, needs_grad)
-        back = Direction(keys, [queries], queries.candidates, limit, weight, needs_grad)
+        there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
+        back = Direction(keys, [(queries, slice(None))], queries.candidates, limit, weight, needs_grad)
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
@@ -363,16 +449,21 @@ class PairLoss(ContrastiveLoss):
         for direction in (there, back) if self.symmetric and not shares_product else (there,):
             anchors, begin = direction.anchors, 0
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
-            wanted = anchors.needs_grad, True in [side.needs_grad for side in direction.sides], bool(learned)
+            wanted = anchors.needs_grad, True in [side.needs_grad for side, _ in direction.parts], bool(learned)
             rows, others = anchors.anchors.rows, direction.candidates.rows
-            result = sum_of_blocks(rows, others, scale, wanted, block_loss, bias, self._copies)
+            copies = self._copies + (direction.hardness is not None)
+            result = sum_of_blocks(rows, others, scale, wanted, block_loss, bias, copies)
             anchors.grad_anchors = result.grad_anchors
-            for side in direction.sides:
+            for side, half in direction.parts:
                 end = begin + len(side.candidates.rows)
                 if side.needs_grad and result.grad_candidates is not None:
-                    side.grad_candidates = result.grad_candidates[begin:end]
+                    gradient = result.grad_candidates[begin:end, half]
+                    side.grad_candidates = gradient if side.grad_candidates is None else side.grad_candidates + gradient
                 begin = end
             sums.append(torch.stack([result.total, *result.grad_learned]))
+        if wide is not queries and wide.grad_anchors is not None:
+            for side, gradient in zip((queries, keys), wide.grad_anchors.chunk(2, dim=1)):
+                side.grad_anchors = gradient if side.needs_grad else None
         if shares_product:  # every rank sends the same gradients, whether it shares the product or not
             queries.grad_anchors, queries.grad_candidates = None, queries.grad_anchors
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
@@ -384,15 +475,31 @@ class PairLoss(ContrastiveLoss):
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
         own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
+        first, is_own, again = direction.anchors.first + place.start, None, None
+        if direction.pairs is not None:
+            is_own = direction.pairs == torch.arange(first, first + len(scores), device=scores.device)[:, None]
+        if direction.hardness is not None:
+            penalty = scores[:, : direction.num_docs] * direction.hardness
+            if is_own is not None and self.hardness_mode != "all_negatives":
+                keeps = is_own if self.hardness_mode == "in_batch_negatives" else ~is_own
+                penalty.masked_fill_(keeps[:, : direction.num_docs], 0.0)
+            penalty.diagonal(first).zero_()
+            scores[:, : direction.num_docs].add_(penalty)
         if "offsets" in others.more:
             scores.add_(others.more["offsets"])
-        diagonal, weight = scores.diagonal(direction.anchors.first + place.start), direction.weight[place]
+        diagonal, weight = scores.diagonal(first), direction.weight[place]
         positives = diagonal.clone()  # [b]
+        if direction.again is not None:
+            again = scores.diagonal(direction.again + first).clone()
         if own.labels is not None:
             scores.masked_fill_(own.labels[place, None] == others.labels, least)
         if direction.limit is not None:
             similar = own.guide[place] @ others.guide.t() >= direction.limit[place, None]
             scores[:, : len(others.guide)].masked_fill_(similar, least)
+        if direction.num_docs is not None and is_own is not None:
+            scores[:, direction.num_docs :].masked_fill_(is_own[:, direction.num_docs :], least)
+        if again is not None:
+            scores.diagonal(direction.again + first).copy_(again)
         diagonal.fill_(least)
         losses, of_positives = self._terms(scores, positives, weight.to(scores))
         diagonal.copy_(of_positives)
@@ -409,6 +516,13 @@ class PairLoss(ContrastiveLoss):
     def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # -1 is a temperature that was learned where the state was saved.
         return {name: value for name, value in super()._of_earlier_version(state).items() if value > 0}
+
+
+def _beside(rows: Tensor | None, behind: bool) -> Tensor | None:
+    """Return rows (N, D) next to as many zeros, (N, 2 D), in front of them or ``behind`` which they are."""
+    if rows is None:
+        return None
+    return F.pad(rows, (rows.shape[1], 0) if behind else (0, rows.shape[1]))
 
 
 def _flattened(rows: Tensor) -> Tensor:

@@ -51,12 +51,13 @@ class SigLIPLoss(PairLoss):
         bias: float = -10.0,
         *,
         learn: bool = True,
-        mask_margin: float = 0.0,
+        margin: float = 0.0,
+        margin_strategy: str = "absolute",
         **options: Unpack[PairOptions],
     ) -> None:
         if not isinstance(learn, bool):
             raise TypeError(expected("learn", "True or False", learn))
-        super().__init__(temperature, learn, mask_margin, **options)
+        super().__init__(temperature, learn, margin, margin_strategy, **options)
         if not math.isfinite(check_number("bias", bias)):
             raise ValueError(expected("bias", "a finite number", bias))
         self.bias = bias
@@ -69,7 +70,8 @@ class SigLIPLoss(PairLoss):
 
     @property
     def _shown(self) -> tuple[str, ...]:
-        shared = "learn", "max_logit_scale", "mask_margin", "normalize", "queue_size", "gradient_reduction"
+        of_guide = "margin", "margin_strategy"
+        shared = "learn", "max_logit_scale", *of_guide, "normalize", "queue_size", "gradient_reduction"
         return shared if self.learn else ("bias", *shared)
 
     def _bias(self, scale: Tensor, learned: Sequence[Learned]) -> Tensor:

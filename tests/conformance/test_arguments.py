@@ -133,7 +133,7 @@ class Case(NamedTuple):
                 call |= {name: OF_CALLS[name](x) for name in TOGETHER.get(self.argument, ())}
         elif self.argument == "weighting":
             call["sample_weight"] = OF_CALLS["sample_weight"](x)
-        elif self.argument == "mask_margin":
+        elif self.argument in ("margin", "margin_strategy"):
             call["mask"] = OF_CALLS["mask"](x)
         return call
 

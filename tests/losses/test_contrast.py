@@ -35,7 +35,7 @@ def cross_entropy(block: Block) -> Tensor:
     return F.cross_entropy(block.scores, block.positives, reduction="none")
 
 
-MARGIN, OPTIONS = 0.1, {"mask_margin": 0.1, "queue_size": 16}
+MARGIN, OPTIONS = 0.1, {"margin": 0.1, "queue_size": 16}
 KINDS: dict[str, Callable[..., Any]] = {
     "one way": partial(InfoNCELoss, 0.2, learn_temperature=True, **OPTIONS),
     "symmetric": partial(InfoNCELoss, 0.2, symmetric=True, learn_temperature=True, **OPTIONS),
@@ -282,6 +282,130 @@ def test_views_without_labels_are_numbered_over_ranks_and_steps(rank: int, queue
             queue = torch.cat([queue[0], rows.detach()])[-queue_size:], torch.cat([queue[1], numbers])[-queue_size:]
 
 
+ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+HARD = {"hardness_strength": 9.0}
+DIRECTED: dict[str, Given] = {  # options of InfoNCELoss, and after a dash what a call gets
+    **{mode: {"hardness_mode": mode, **HARD} for mode in ("all_negatives", "in_batch_negatives", "hard_negatives")},
+    "joint": {"directions": ALL_WAYS},
+    "joint with keys as queries": {"directions": ALL_WAYS[::2]},
+    "joint with queries": {"directions": ALL_WAYS[1::-1]},
+    "joint with documents": {"directions": ALL_WAYS[::3]},
+    "per_direction": {"directions": ALL_WAYS[::2], "partition_mode": "per_direction"},
+    "all": {"directions": ALL_WAYS, "hardness_mode": "in_batch_negatives", **HARD},
+    "both ways": {"symmetric": True, "hardness_mode": "hard_negatives", **HARD},
+    "mask": {"margin": 0.3},
+    "relative mask": {"margin": 0.3, "margin_strategy": "relative"},
+    "all and mask": {"directions": ALL_WAYS, "margin": 0.3, "margin_strategy": "relative"},
+    "all and labels": {"directions": ALL_WAYS, "hardness_mode": "hard_negatives", **HARD},
+    "all and offsets": {"directions": ALL_WAYS, "hardness_mode": "all_negatives", **HARD},
+}
+
+
+def by_query(given: Given, whose: list[int], settings: Given, temperature: Any) -> Tensor:
+    """Return what the losses of sentence-transformers compute, query by query; ``whose`` are the negatives' queries."""
+    queries, keys, negatives = (unit(given[name]) for name in ("queries", "keys", "negatives"))
+    places, docs = range(len(keys)), [*enumerate(keys), *zip(whose, negatives)]
+    guides = [*map(unit, given["mask"])] if "mask" in given else None
+    labels = given["labels"].tolist() if "labels" in given else [-100] * len(keys)
+    of_docs = labels + (given["negative_labels"].tolist() if "labels" in given else [-100] * len(whose))
+    added = torch.cat(given["offsets"]) if "offsets" in given else torch.zeros(len(docs))
+    directions, strength = settings.get("directions", ALL_WAYS[:1]), settings.get("hardness_strength", 0.0)
+    mode = str(settings.get("hardness_mode"))
+    if settings.get("symmetric"):
+        directions, settings = ALL_WAYS[::2], {**settings, "partition_mode": "per_direction"}
+    margin, total = settings.get("margin", 0.0), torch.zeros((), dtype=torch.float64)
+    for i in places:
+        least = guides[0][i] @ guides[1][i] if guides else torch.tensor(1.0)
+        least = least - margin * (least.abs() if settings.get("margin_strategy") == "relative" else 1.0)
+        scores: dict[str, list[Tensor]] = {name: [] for name in directions}
+        for name, kept in scores.items():
+            first, second = name.split("_to_")
+            for place, (owner, row) in enumerate(docs if second == "doc" else enumerate(queries)):
+                is_key, is_negative = (owner == i and place < len(keys)), place >= len(keys)
+                if owner == i and name in ALL_WAYS[1::2]:
+                    continue
+                label = of_docs[place] if second == "doc" else labels[place]
+                similar = False
+                if guides:
+                    of_row = torch.cat(guides[1:])[place] if second == "doc" else guides[0][place]
+                    similar = bool(guides[first == "doc"][i] @ of_row > least)
+                if not is_key and (similar or label == labels[i] != -100):
+                    continue
+                cosine = (keys if first == "doc" else queries)[i] @ row
+                is_hard = {"all_negatives": not is_key, "in_batch_negatives": owner != i}
+                is_hard["hard_negatives"] = is_negative and owner == i
+                score = cosine / temperature
+                if name == "query_to_doc":
+                    score = score + added[place] + strength * cosine.detach() * is_hard.get(mode, False)
+                kept.append(score)
+        softmaxes = [*scores.values()]
+        if settings.get("partition_mode", "joint") == "joint":
+            softmaxes = [[*itertools.chain(*softmaxes)]]
+        total_of_all = sum(torch.stack(part).logsumexp(dim=0) for part in softmaxes) / len(softmaxes)
+        own = queries[i] @ keys[i] / temperature + added[i]
+        total = total + given["sample_weight"][i] * (total_of_all - own)
+    return total / given["sample_weight"].sum()
+
+
+def compare_options(name: str, device: Any = "cpu") -> None:
+    """Three steps: a rank without rows in the second, other numbers of negatives, blocks of two queries in the last.
+
+    The controls are the loss without the options, and that of this rank's rows alone.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    settings = DIRECTED[name]
+    loss = InfoNCELoss(0.2, learn_temperature=True, **settings).double().to(device)
+    names = ["negatives", "weight", *[part for part in ("mask", "offsets") if part in name]]
+    names += ["labels", "negative_labels"] * ("labels" in name)
+    effects: dict[str, float] = {}
+    for step in (0, 2, 3):
+        counts = [5] if size == 1 else [0 if (step, each) == (2, 0) else 3 + each for each in range(size)]
+        parts = [
+            draw("", (*names,), step, each, count, count * (1 + (step + each) % 2)) for each, count in enumerate(counts)
+        ]
+        whose = [
+            sum(counts[:each]) + place
+            for each, count in enumerate(counts)
+            for place in range(count)
+            for _ in range(1 + (step + each) % 2)
+        ]
+        given, scale = joined(parts), loss.logit_scale.detach().cpu().clone().requires_grad_()
+        expected = by_query(given, whose, settings, 1 / scale.exp())[0]
+        each = parts[rank]
+        call = {**each, "negatives": each["negatives"].reshape(len(each["keys"]), 1 + (step + rank) % 2, 4)}
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 3:
+                patch.setattr(embeddings_base, "FEWEST_ANCHORS", 2)
+                kind = torch.device(device).type
+                patch.setitem(TABLE, kind, TABLE.get(kind, TABLE["accelerator"])._replace(similarities_at_once=1))
+            value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), call))
+        assert_close(value.cpu(), expected, **EXACT)
+        leaves = [each[part] for part in ("queries", "keys", "negatives")]
+        found = torch.autograd.grad(value, [*leaves, loss.logit_scale])
+        for place, slope in enumerate(torch.autograd.grad(expected, [*leaves, scale], retain_graph=True)):
+            assert_close(found[place].cpu(), (size if place < 3 else 1) * slope, **EXACT)
+        for left in settings:
+            other = {option: kept for option, kept in settings.items() if option != left}
+            effect = abs(by_query(given, whose, other, 1 / scale.exp()) - expected)
+            effects[left] = max(effects.get(left, 0.0), effect.item())
+        if 0 < counts[rank] < sum(counts):
+            alone = [sum(counts[:rank]) <= owner < sum(counts[: rank + 1]) for owner in whose]
+            of_rank = [owner - sum(counts[:rank]) for owner, is_own in zip(whose, alone) if is_own]
+            assert abs(by_query(each, of_rank, settings, 1 / scale.exp()) - expected) > 1e-3
+    assert min(effects.values()) > 1e-3
+
+
+@pytest.mark.parametrize("name", DIRECTED)
+def test_options_of_one_process_are_those_of_sentence_transformers(name: str, device: torch.device) -> None:
+    compare_options(name, device)
+
+
+@pytest.mark.parametrize("name", DIRECTED)
+@on_ranks()
+def test_options_over_ranks_are_those_of_sentence_transformers(rank: int, name: str) -> None:
+    compare_options(name)
+
+
 def columns() -> list[Tensor]:
     return [unit(normal(12, 5, seed=seed)).detach() for seed in range(8)]
 
@@ -294,6 +418,65 @@ def test_siglip_is_that_of_open_clip() -> None:
     expected = F.softplus(-z * logits).sum() / 12
     assert_close(SigLIPLoss(learn=False)(image, text), expected, **EXACT)
     assert abs(SigLIPLoss(bias=-9.0)(image, text) - expected) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["all_negatives", "in_batch_negatives", "hard_negatives"])
+def test_keys_of_the_queue_are_in_batch_negatives(mode: str) -> None:
+    """A key of the queue is no hard negative. The control penalises none."""
+    loss = InfoNCELoss(0.2, queue_size=8, hardness_mode=mode, hardness_strength=3.0).double()
+    queries, keys, negatives, held = (normal(6, 4, seed=seed) for seed in range(4))
+    loss(queries, held, negatives)
+    cosines, eye = unit(queries) @ unit(torch.cat([keys, negatives, held.detach()])).T, torch.eye(6, dtype=torch.bool)
+    hard = {
+        "all_negatives": (~eye, eye | ~eye),
+        "in_batch_negatives": (~eye, ~eye),
+        "hard_negatives": (eye & ~eye, eye),
+    }
+    is_hard = torch.cat([*hard[mode], (eye | ~eye) & (mode != "hard_negatives")], dim=1)
+    expected = F.cross_entropy(cosines / 0.2 + 3.0 * cosines.detach() * is_hard, torch.arange(6))
+    found = loss(queries, keys, negatives)
+    assert_close(found, expected, **EXACT)
+    assert abs(F.cross_entropy(cosines / 0.2, torch.arange(6)) - expected) > 1e-3
+    for ours, theirs in zip(*(torch.autograd.grad(value, (queries, keys, negatives)) for value in (found, expected))):
+        assert_close(ours, theirs, **EXACT)
+
+
+JOINT = {"directions": ALL_WAYS}
+REFUSED_OPTIONS: dict[str, Given] = {
+    "symmetric: expected False with directions in one softmax": {**JOINT, "symmetric": True},
+    "queue_size: expected 0 with directions in one softmax": {**JOINT, "queue_size": 8},
+    "directions: expected .* per direction": {**JOINT, "partition_mode": "per_direction"},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_OPTIONS)
+def test_options_without_a_meaning_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        InfoNCELoss(**REFUSED_OPTIONS[text])
+    with pytest.raises(
+        ValueError, match=r"^negatives: expected 5 rows of shape \(N, K, D\) or \(N, D\), those of each"
+    ):
+        InfoNCELoss(**JOINT)(normal(5, 4), normal(5, 4, seed=1), normal(7, 4, seed=2))
+    others = InfoNCELoss(directions=ALL_WAYS[:3], hardness_mode="all_negatives", hardness_strength=3.0)
+    assert others(normal(5, 4), normal(5, 4, seed=1), normal(7, 4, seed=2)).isfinite()  # the control
+
+
+@pytest.mark.parametrize("name", [name for name in DIRECTED if " and " not in name and "mask" not in name])
+def test_options_are_those_of_the_package_of_sentence_transformers(name: str) -> None:
+    """Their loss of pairs, and with two hard negatives a query. The control is theirs without the options."""
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    rows, settings = columns()[:4], DIRECTED[name]
+    theirs = {"directions": ALL_WAYS[::2], "partition_mode": "per_direction"} | settings
+    theirs = theirs if theirs.pop("symmetric", False) else settings
+    for number, negatives in ((2, None), (4, torch.stack(rows[2:], dim=1))):
+        expected, plain = (
+            losses.MultipleNegativesRankingLoss(nn.Identity(), 10.0, **options).compute_loss_from_embeddings(
+                rows[:number], None
+            )
+            for options in (theirs, {})
+        )
+        assert_close(InfoNCELoss(0.1, **settings)(*rows[:2], negatives), expected, **EXACT)
+        assert abs(expected - plain) > 1e-3 or (name == "hard_negatives" and negatives is None)
 
 
 def test_hard_negatives_are_those_of_sentence_transformers() -> None:
@@ -315,7 +498,7 @@ def test_a_mask_is_that_of_gist() -> None:
     is_false = of_guide > of_guide.diagonal()[:, None] - MARGIN
     is_false[torch.arange(12), torch.arange(12)] = False
     expected = F.cross_entropy(scores.masked_fill(is_false, -math.inf), torch.arange(12))
-    loss = InfoNCELoss(0.01, mask_margin=MARGIN)
+    loss = InfoNCELoss(0.01, margin=MARGIN)
     assert_close(loss(anchor, positive, negative, mask=guides), expected, **EXACT)
     assert abs(loss(anchor, positive, negative) - expected) > 1e-3
 

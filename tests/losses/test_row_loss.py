@@ -33,7 +33,7 @@ def example(name: str) -> Callable[[Block], Tensor]:
     """Return a function that the page defines; its calls are not run, because here there may be ranks."""
     body = ast.parse("".join(blocks("own-loss.md"))).body
     kept = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
-    kept += [node for node in body if ast.unparse(node).startswith(("TEMPERATURE = ", "DIRECTIONS = "))]
+    kept += [node for node in body if ast.unparse(node).startswith("TEMPERATURE = ")]
     kept.sort(key=lambda node: node.lineno)
     names: Given = {}
     exec(compile(ast.Module(kept, []), "own-loss.md", "exec"), names)
@@ -152,110 +152,29 @@ def test_an_example_over_ranks_is_its_textbook_loop(rank: int, name: str) -> Non
     compare(name)
 
 
-MODES = None, "all_negatives", "in_batch_negatives", "hard_negatives"
-ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
-
-
-def multiple_negatives(
-    rows: list[Tensor], directions: tuple[str, ...], partition_mode: str = "joint", hardness_mode: str | None = None
-) -> Tensor:
-    """Return the loss of MultipleNegativesRankingLoss with one hard negative for each query, in loops."""
-    queries, keys, negatives = (F.normalize(part, dim=1) for part in rows)
-    total, places = torch.zeros((), dtype=torch.float64), range(len(queries))
-    for i in places:
-        query, key, scores = queries[i], keys[i], dict[str, list[Tensor]]()
-        scores["query_to_doc"] = []
-        for j, (row, is_negative) in itertools.product(places, ((keys, False), (negatives, True))):
-            cosine = query @ row[j]
-            is_hard = {"all_negatives": is_negative or j != i, "in_batch_negatives": j != i}
-            is_hard["hard_negatives"] = is_negative and j == i
-            penalty = 9.0 * cosine.detach() if is_hard.get(str(hardness_mode)) else 0.0
-            scores["query_to_doc"].append(cosine / TEMPERATURE + penalty)
-        scores["query_to_query"] = [query @ queries[j] / TEMPERATURE for j in places if j != i]
-        scores["doc_to_query"] = [key @ queries[j] / TEMPERATURE for j in places]
-        scores["doc_to_doc"] = [key @ row[j] / TEMPERATURE for row in (keys, negatives) for j in places if j != i]
-        chosen = [scores[name] for name in directions]
-        if partition_mode == "joint":
-            chosen = [[*itertools.chain(*chosen)]]
-        total = total + sum(map(log_sum, chosen)) / len(chosen) - query @ key / TEMPERATURE
-    return total / len(queries)
-
-
-def gist_embed(rows: list[Tensor], guides: list[Tensor], margin: float, strategy: str, contrasts: bool) -> Tensor:
-    """Return the loss of GISTEmbedLoss, in loops; ``contrasts`` are those of anchors and of positives."""
-    queries, keys, negatives = (F.normalize(part, dim=1) for part in rows)
-    of_queries, of_keys, of_negatives = (F.normalize(part, dim=1) for part in guides)
-    total, places = torch.zeros((), dtype=torch.float64), range(len(queries))
-    for i in places:
-        least = of_queries[i] @ of_keys[i]
-        least = least - margin * (least.abs() if strategy == "relative" else 1.0)
-        kinds = [(queries, keys, of_queries, of_keys), (queries, negatives, of_queries, of_negatives)]
-        kinds += [(queries, queries, of_queries, of_queries), (keys, keys, of_keys, of_keys)] * contrasts
-        scores = []
-        for kind, (anchors, others, first, second) in enumerate(kinds):
-            for j in places:
-                if (kind, i) == (0, j) or first[i] @ second[j] <= least:
-                    scores.append(anchors[i] @ others[j] / TEMPERATURE)
-        total = total + log_sum(scores) - queries[i] @ keys[i] / TEMPERATURE
-    return total / len(queries)
-
-
-def compare_with_sentence_transformers() -> None:
-    """Compare the options with their formulas over all ranks, which have different numbers of queries, one of them 0.
-
-    The control is the loss without the option.
-    """
+def compare_gist() -> None:
+    """GISTEmbedLoss as it comes, of triplets, by its matrices. The control: no guide."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     counts = {1: [6], 2: [4, 2], 3: [3, 0, 4]}[size]
     rows, guides = ([normal(sum(counts), width, seed=width + place) for place in range(3)] for width in (4, 3))
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    mine, of_guide = [part[own] for part in rows], [part[own].detach() for part in guides]
-    ids, plain = torch.arange(sum(counts))[own], multiple_negatives(rows, ALL_WAYS[:1])
-    cases: list[tuple[Tensor, Tensor]] = []
-    for mode in MODES[1:]:
-        loss = RowLoss(functools.partial(example("hardness"), mode=mode), temperature=TEMPERATURE)
-        cases.append((loss(*mine, columns={"id": (ids, ids)}), multiple_negatives(rows, ALL_WAYS[:1], "joint", mode)))
-    for directions in (ALL_WAYS, ALL_WAYS[::2], ALL_WAYS[:2], ALL_WAYS[::3]):
-        found = example("in_directions")(*mine, ids, directions)
-        cases.append((found, multiple_negatives(rows, directions)))
-    found = InfoNCELoss(TEMPERATURE, symmetric=True)(*mine)
-    cases.append((found, multiple_negatives(rows, ALL_WAYS[::2], "per_direction")))
-    for strategy, contrasts in itertools.product(("relative", "absolute"), (False, True)):
-        margin = 0.1 / (2**0.5 if contrasts and strategy == "absolute" else 1.0)
-        function = functools.partial(example("gist"), margin=margin, margin_strategy=strategy)
-        if contrasts:
-            found = example("gist_by_default")(*mine, of_guide, function)
-        else:
-            found = RowLoss(function, temperature=TEMPERATURE)(*mine, mask=of_guide)
-        cases.append((found, gist_embed(rows, guides, 0.1, strategy, contrasts)))
-    for found, expected in cases:
+
+    def cosines(parts: list[Tensor]) -> Tensor:
+        q, k, n = (F.normalize(part, dim=1) for part in parts)
+        return torch.cat([q @ k.T, q @ q.T, k @ k.T, q @ n.T], dim=1)
+
+    of_guide, places = cosines(guides), torch.arange(sum(counts))
+    least, is_key = of_guide.diagonal()[:, None], torch.eye(*of_guide.shape, dtype=torch.bool)
+    limits = {"absolute": least - 0.1 * 2**0.5, "relative": least - 0.1 * least.abs()}
+    for strategy, limit in limits.items():
+        scores, is_false = cosines(rows) / TEMPERATURE, (of_guide > limit) & ~is_key
+        expected = F.cross_entropy(scores.masked_fill(is_false, -torch.inf), places)
+        mine, of_mine = [part[own] for part in rows], [part[own].detach() for part in guides]
+        found = example("gist_by_default")(*mine, of_mine, margin=0.1, margin_strategy=strategy)
         assert_close(found, expected, **EXACT)
-        assert abs(expected - plain) > 1e-3
-        slopes = torch.autograd.grad(found, rows)
-        for slope, right in zip(slopes, torch.autograd.grad(expected, rows)):
+        assert abs(F.cross_entropy(scores, places) - expected) > 1e-3
+        for slope, right in zip(*(torch.autograd.grad(value, rows) for value in (found, expected))):
             assert_close(slope[own], size * right[own], **EXACT)
-
-
-def test_the_options_of_sentence_transformers_in_one_process() -> None:
-    compare_with_sentence_transformers()
-
-
-@on_ranks()
-def test_the_options_of_sentence_transformers_over_ranks(rank: int) -> None:
-    compare_with_sentence_transformers()
-
-
-@pytest.mark.parametrize("hardness_mode", MODES)
-@pytest.mark.parametrize("partition_mode", ["joint", "per_direction"])
-def test_their_formula_is_that_of_their_package(partition_mode: str, hardness_mode: str | None) -> None:
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-    rows, directions = [normal(6, 4, seed=seed) for seed in range(3)], ALL_WAYS
-    if partition_mode == "per_direction":
-        directions = ALL_WAYS[::2]
-    hardness = {"hardness_mode": hardness_mode, "hardness_strength": 9.0 * (hardness_mode is not None)}
-    settings = {"scale": 1 / TEMPERATURE, "directions": directions, "partition_mode": partition_mode, **hardness}
-    theirs = losses.MultipleNegativesRankingLoss(nn.Identity(), **settings).compute_loss_from_embeddings(rows, None)
-    assert_close(theirs, multiple_negatives(rows, directions, partition_mode, hardness_mode), **EXACT)
 
 
 def compare_several_labels() -> None:
@@ -296,14 +215,16 @@ def compare_classes() -> None:
     assert abs(F.cross_entropy(cosines / TEMPERATURE, labels) - expected) > 1e-3
 
 
-def test_classes_and_several_labels_of_one_process() -> None:
+def test_the_recipes_of_one_process() -> None:
     compare_classes()
+    compare_gist()
     compare_several_labels()
 
 
 @on_ranks()
-def test_classes_and_several_labels_over_ranks(rank: int) -> None:
+def test_the_recipes_over_ranks(rank: int) -> None:
     compare_classes()
+    compare_gist()
     compare_several_labels()
 
 
