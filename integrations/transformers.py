@@ -90,10 +90,12 @@ class LinearLossMixin:
 
         def divided(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
             total = _logits(outputs)
-            if head is not self._unchanged_head and not (len(sums) == 1 and torch.equal(total, sums[0])):
-                fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
-                raise ValueError(expected("model", "one that returns what its head does", Words("others"), fix))
-            self._unchanged_head = head
+            if head is not self._unchanged_head:
+                if not (len(sums) == 1 and torch.allclose(total, sums[0], rtol=0.0, atol=0.0, equal_nan=True)):
+                    fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
+                    raise ValueError(expected("model", "one that returns what its head does", Words("others"), fix))
+                if 0 < total < torch.inf:  # 0, of a batch without labels, is 0 after any soft cap, and NaN is NaN
+                    self._unchanged_head = head
             return local_mean(
                 total, (labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
             )

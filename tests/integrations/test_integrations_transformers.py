@@ -515,11 +515,15 @@ def test_heads_that_the_linear_form_does_not_take() -> None:
         def forward(self, rows: Tensor) -> Tensor:
             return super().forward(rows) + 1
 
-    batch, adapted = token_batches(0)[0], make_model("llama")
+    batch, adapted, trainer = token_batches(0)[0], make_model("llama"), LinearInputs()
+    capped, no_labels = Capped(adapted.config).train(), torch.full_like(batch["labels"], -100)
+    assert trainer.compute_loss(capped, batch | {"labels": no_labels}) == 0  # which tells nothing about the head
     with pytest.raises(
         ValueError, match=r"model: expected one that returns what its head does, got others\. Pass comp"
     ):
-        LinearInputs().compute_loss(Capped(adapted.config).train(), dict(batch))
+        trainer.compute_loss(capped, dict(batch))
+    adapted.lm_head.weight.data.fill_(torch.nan)
+    assert LinearInputs().compute_loss(adapted.train(), dict(batch)).isnan()
     adapted.lm_head = Adapter(16, 11)
     for model in (adapted.train(), make_model("bert").train()):
         with pytest.raises(TypeError, match=r"get_output_embeddings\(\): expected an nn\.Linear, got "):
