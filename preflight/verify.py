@@ -9,7 +9,7 @@ gradient a combination of those of the batches?).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader
 
 from ..distributed.group import Group
 from ..distributed.header import Offer, agree_on
@@ -86,6 +87,7 @@ def verify_step(
         ("step", step, callable(step), "a function"),
         ("model", model, isinstance(model, nn.Module), "a module"),
         ("losses", losses, all(isinstance(loss, nn.Module) for loss in losses), "modules"),
+        ("batch", batch, not isinstance(batch, (Iterator, DataLoader)), "a batch, or a list of micro-batches"),
     ):
         if not is_right:
             raise TypeError(expected(name, kind, value))

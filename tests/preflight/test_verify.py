@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from on_ranks import common_error, on_ranks, same
 from subjects import switches, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from verify_programs import (
     COUNTS,
     DTYPE,
@@ -268,6 +270,20 @@ def test_faults(rank: int) -> None:
         error = common_error(lambda: fr.verify_step(step, wrapped, given, **options))  # noqa: B023
         assert text in error[1], (text, error)
         assert fr.verify_step(global_mean, model, batch).is_exact
+
+
+@pytest.mark.parametrize("loader", [iter, DataLoader])
+def test_a_loader_is_no_batch(loader: Callable[[Any], Any]) -> None:
+    """One process would get the same micro-batches, so that a mean of means would look exact."""
+    batches, model = [torch.ones(2, 1), torch.ones(1, 1)], nn.Linear(1, 1)
+
+    def step(model: nn.Module, micro_batches: Any) -> None:
+        for batch in micro_batches:
+            model(batch).mean().backward()
+
+    with pytest.raises(TypeError, match=r"^batch: expected a batch, or a list of micro-batches, got "):
+        fr.verify_step(step, model, loader(batches))
+    assert fr.verify_step(step, model, batches).verdict != "exact"  # the control
 
 
 def test_batches_are_joined() -> None:
