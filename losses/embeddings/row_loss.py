@@ -160,8 +160,11 @@ class RowLoss(PairLoss):
 def _check_graph(total: Tensor, scores: Tensor) -> None:
     """Raise ValueError unless ``total`` has a gradient with respect to ``scores``, and to nothing else."""
     nodes: list[Any] = [] if total.grad_fn is None else [total.grad_fn]
+    seen = {None, *nodes}
     for node in nodes:  # which grows
-        nodes += dict.fromkeys(parent for parent, _ in node.next_functions if parent not in (None, *nodes))
+        parents = dict.fromkeys(parent for parent, _ in node.next_functions if parent not in seen)
+        nodes += parents
+        seen |= parents.keys()
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     if [*map(id, leaves)] != [id(scores)]:
         got = Words("one with another gradient" if leaves else "one without a gradient")

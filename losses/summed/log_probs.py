@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
-from ...errors import check_int, check_positive, check_temperature, first_order_only
+from ...errors import check_int, check_positive, check_temperature, expected, first_order_only
 from ..arguments import completed
 from ..rows import compute_dtype
 from .causal_lm import causal_lm_loss
-from .vocabulary import OF_ROWS, Gradients, Vocabulary, check_labels, check_range, counted, read_head, without_autocast
+from .vocabulary import (
+    OF_ROWS,
+    Gradients,
+    Vocabulary,
+    at_least,
+    check_labels,
+    check_range,
+    counted,
+    read_head,
+    without_autocast,
+)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -58,7 +68,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 slope, amount = vocabulary.slope(z), grad[0, block, None]
                 z.sub_(largest[block, None]).sub_(log_mass[block, None])
                 if len(grad) == 2:
-                    amount = amount + grad[1, block, None] * (z + entropy[block, None])
+                    amount = amount + grad[1, block, None] * (at_least(z) + entropy[block, None])
                 z = vocabulary.pick_(z.exp_().mul_(amount).neg_(), targets[block], grad[0, block])
                 gradients.add(block, z if slope is None else z.mul_(slope), *factors[:2])
             found = gradients.finished(vocabulary)
@@ -118,6 +128,8 @@ def token_log_probs(
     if softcap is not None:
         check_positive("softcap", softcap)
     check_int("ignore_index", ignore_index)
+    if not isinstance(return_entropy, bool):
+        raise TypeError(expected("return_entropy", "True or False", return_entropy))
     settings = {"softcap": softcap, "temperature": temperature}
     vocabulary, weight, bias = read_head("token_log_probs", hidden, weight, bias, **settings)
     targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)

@@ -101,7 +101,7 @@ class Vocabulary(NamedTuple):
         if total:
             found[2] = z.sum(1)
         if moment:
-            found[3] = (z.exp() * z).sum(1)
+            found[3] = (z.exp() * at_least(z)).sum(1)
         found[0] = z.exp_().sum(1)
         if self.exchange is not None:
             found = self.exchange.sum(found, "the sums of logits")
@@ -146,6 +146,11 @@ class Gradients:
         if self.x is not None and vocabulary.exchange is not None:
             self.x = vocabulary.exchange.sum(self.x, "the gradients of hidden states")
         return [self.x, self.weight, self.bias]
+
+
+def at_least(z: Tensor) -> Tensor:
+    """Return logits of which those that are -inf, of a padded vocabulary, are finite: times a mass of 0 they are 0."""
+    return z.clamp_min(torch.finfo(z.dtype).min / 4)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bounds import assert_as_exact
+from loss_cases import normal
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from torch import Tensor, nn
@@ -420,3 +422,19 @@ def test_other_dtensors(rank: int) -> None:
         found = common_error(call)
         assert (found[0], text in found[1]) == (kind, True), found
     loss(weight=spread(weight))
+
+
+def test_a_padded_vocabulary_has_the_entropy_of_its_words() -> None:
+    """A bias of -inf leaves a word out, with its gradient; the control counts it."""
+    hidden, weight, tokens = normal(4, 3, seed=0), normal(5, 3, seed=1), torch.tensor([0, 3, 1, 2])
+    outcomes = []
+    for words, last in ((4, 0.0), (5, -math.inf), (5, 0.0)):
+        bias, leaves = (
+            torch.zeros(words, dtype=torch.float64),
+            (hidden.clone().requires_grad_(), weight[:words].clone()),
+        )
+        bias[-1] = last
+        found = fullrank.token_log_probs(leaves[0], tokens, weight=leaves[1], bias=bias, return_entropy=True)
+        outcomes.append(torch.cat([*found, *torch.autograd.grad(found.square().sum(), leaves[0])[0]]))
+    torch.testing.assert_close(outcomes[1], outcomes[0], **LIMIT)
+    assert not torch.allclose(outcomes[2], outcomes[0], rtol=1e-3)
