@@ -189,8 +189,10 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         return "reduction", "ignore_index", "gradient_reduction", *(("queue_size",) if self.queue_size else ())
 
 
-def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings") -> Tensor:
-    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or raise TypeError or ValueError."""
+def checked_labels(
+    labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", may_be_several: bool = False
+) -> Tensor:
+    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or several as bools (N, C); or raise."""
     check_tensor("labels", labels)
     check_not_batched(labels)
     if not is_integer(labels) and labels.dtype != torch.bool:
@@ -198,12 +200,15 @@ def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddi
     count = embeddings.shape[0]
     if tuple(labels.shape) == (count, 1):
         labels = labels[:, 0]
-    if tuple(labels.shape) != (count,):
+    several = labels.shape[1:2] if may_be_several and labels.dtype == torch.bool else ()
+    if tuple(labels.shape) != (count, *several):
         what = f"shape ({count},) or ({count}, 1), one entry per row of {rows_name}"
         fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
+        if may_be_several and labels.ndim == 2 and not several:
+            fix = "Several labels a row are bools: use labels.bool()."
         raise ValueError(expected("labels", what, labels, fix))
     check_device("labels", labels, embeddings, rows_name)
-    return labels.to(torch.int64)
+    return labels if several else labels.to(torch.int64)
 
 
 @not_compiled

@@ -30,8 +30,8 @@ _NUMBERED = -(2**62)  # the first of the labels that rows without one get, far f
 class SupConLoss(ContrastiveLoss):
     r"""Cross-entropy of finding the rows of the same label among the rows of all ranks.
 
-    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows with the label of i, and V the rows for which there
-    are any,
+    With :math:`x_{ij} = \cos(z_i, z_j)`, :math:`P_i` the other rows with the label of i, or with one of its labels, and
+    V the rows for which there are any,
 
     .. math:: L = -\frac{1}{|V|} \sum_{i \in V} \frac{1}{|P_i|} \sum_{p \in P_i}
         \log \frac{\exp(x_{ip} / \tau)}{\sum_{j \ne i} \exp(x_{ij} / \tau)}
@@ -94,11 +94,12 @@ class SupConLoss(ContrastiveLoss):
         Args:
             embeddings: (N, D) of this rank, or (N, V, D) with V views of each row, which have its label; N and V may
                 differ between ranks, and N may be 0.
-            labels: (N,) or (N, 1) integers or bools, in any order and number. None, on every rank, with views: those
-                of a row are positives of each other alone.
+            labels: (N,) or (N, 1) integers or bools, in any order and number. Bools (N, C) are several labels a row,
+                or none: rows that share one are positives of each other; without a queue. None, on every rank, with
+                views: those of a row are positives of each other alone.
             reference: (M, D) or (M, V, D), another set, whose rows on all ranks are the candidates in place of the
                 embeddings, with a gradient. M may differ between ranks and may be 0. They enter the queue.
-            reference_labels: (M,) or (M, 1), those of the reference.
+            reference_labels: (M,) or (M, 1), those of the reference; (M, C) where the labels are (N, C).
             sample_weight: (N,) >= 0, of the rows in the mean over V; for weights of classes pass
                 ``class_weight[labels]``. Every row stays a candidate of the others.
         """
@@ -115,6 +116,8 @@ class SupConLoss(ContrastiveLoss):
             if reference is not None and reference_labels is not None:
                 parts.append(self._checked_columns("reference", reference, reference_labels, None, group)[0])
                 check_like("reference", parts[1].rows, own.rows, "embeddings")
+                if parts[1].labels.shape[1:] != own.labels.shape[1:]:
+                    raise ValueError(expected("reference_labels", "as many columns as labels", reference_labels))
                 rows, of_call = None, {"reference": describe_rows(parts[1].rows)}
             sides = [Side(part, torch.is_grad_enabled() and part.rows.requires_grad, part) for part in parts]
             facts = {} if group is None else {**self._facts(), **of_call}
@@ -150,7 +153,8 @@ class SupConLoss(ContrastiveLoss):
             if group is not None:
                 self._hints.observe_ranks(sides[-1].counts, sides[-1].live[:-1], "reference" if others else "rows")
                 views = embeddings.shape[1] if embeddings.ndim == 3 else 1
-                self._hints.observe_labels([count // views for count in agreed.rows], anchors.live.labels[::views])
+                counts, numbers = [count // views for count in agreed.rows], anchors.live.labels[::views]
+                self._hints.observe_labels(counts, None if numbers.ndim == 2 else numbers)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -169,14 +173,19 @@ class SupConLoss(ContrastiveLoss):
         if labels is None and not (has_views and rows.shape[1] > 1):
             fix = "Pass the label of each row, or the views of each row as (N, V, D)."
             raise ValueError(expected(name, "at least two views of each row, because there are no labels", rows, fix))
-        targets = torch.arange(len(rows), device=rows.device) if labels is None else checked_labels(labels, rows, name)
+        if labels is None:
+            targets = torch.arange(len(rows), device=rows.device)
+        else:
+            targets = checked_labels(labels, rows, name, may_be_several=True)
+        if targets.ndim == 2 and self.queue_size:
+            raise ValueError(expected("queue_size", "0 with several labels a row", self.queue_size))
         weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
         if has_views:
-            targets = targets.repeat_interleave(rows.shape[1])
+            targets = targets.repeat_interleave(rows.shape[1], dim=0)
             weight = None if weight is None else weight.repeat_interleave(rows.shape[1])
         check_values(name, flat)
         ignored = targets == self.ignore_index
-        if labels is not None and bool(ignored.any()):
+        if labels is not None and targets.ndim == 1 and bool(ignored.any()):
             kept = (~ignored).nonzero()[:, 0]
             flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
             weight = None if weight is None else weight.index_select(0, kept)
@@ -190,26 +199,32 @@ class SupConLoss(ContrastiveLoss):
         """
         anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
         rows, targets, weight = anchors.anchors.rows, anchors.live.labels, anchors.live.weight
-        first = anchors.first
+        first, of_several = anchors.first, targets.ndim == 2
         own = slice(first, first + len(rows))
         candidates, candidate_labels, *_ = joined([others.candidates, *self._queued_columns(others.candidates)])
-        labels = torch.cat([targets, candidate_labels]) if has_reference else candidate_labels
-        distinct, label = labels.unique(return_inverse=True)
-        anchor, label = label[: len(targets)], label[len(labels) - len(candidate_labels) :]
-        count = torch.bincount(label, minlength=len(distinct))
-        has_pair = count[anchor] > (not has_reference)
+        groups: _LabelGroups | _SharedLabels
+        if of_several:
+            count = candidate_labels.sum(dim=0)  # [C]
+            has_pair = (targets & (count > (not has_reference))).any(dim=1)
+            groups = _SharedLabels(targets[own].to(rows), candidate_labels.to(rows))
+        else:
+            labels = torch.cat([targets, candidate_labels]) if has_reference else candidate_labels
+            distinct, label = labels.unique(return_inverse=True)
+            anchor, label = label[: len(targets)], label[len(labels) - len(candidate_labels) :]
+            count = torch.bincount(label, minlength=len(distinct))
+            has_pair = count[anchor] > (not has_reference)
+            largest = int(count.max()) if len(label) else 0
+            groups = _LabelGroups(anchor[own], count, label.argsort(stable=True), count.cumsum(0) - count, largest)
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
             weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[own]
-        groups = _LabelGroups(anchor[own], count, label.argsort(stable=True), count.cumsum(0) - count)
-        largest = int(count.max()) if len(label) else 0
-        of_self = None if has_reference else first
-        block_loss = partial(_block_loss, groups=groups, largest=largest, weight=share, first=of_self)
-        needs = anchors.needs_grad, others.needs_grad, False
-        sums = sum_of_blocks(rows, candidates, rows.new_tensor(1.0 / self.temperature), needs, block_loss)
+        block_loss = partial(_block_loss, groups=groups, weight=share, first=None if has_reference else first)
+        needs, copies = (anchors.needs_grad, others.needs_grad, False), 8 if of_several else 1
+        scale = rows.new_tensor(1.0 / self.temperature)
+        sums = sum_of_blocks(rows, candidates, scale, needs, block_loss, None, copies)
         anchors.grad_anchors = sums.grad_anchors
         if sums.grad_candidates is not None:
             others.grad_candidates = sums.grad_candidates[: len(others.candidates.rows)]
@@ -225,31 +240,47 @@ class _LabelGroups(NamedTuple):
     number: Tensor  # [L]
     order: Tensor  # [K]
     start: Tensor  # [L]
+    largest: int  # S
+
+    def positives(self, place: slice) -> tuple[Tensor, Tensor]:
+        """Return candidates (b, S) of the anchors of a block, and which of them have the label; the first if any."""
+        label, index = self.label[place, None], torch.arange(self.largest, device=self.label.device)
+        places = (self.start[label] + index).clamp_max_(len(self.order) - 1)
+        return self.order[places], index < self.number[label]
+
+
+class _SharedLabels(NamedTuple):
+    """Several labels of each anchor and of each candidate, 0 or 1."""
+
+    anchors: Tensor  # [n, C]
+    candidates: Tensor  # [K, C]
+
+    def positives(self, place: slice) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`_LabelGroups.positives` does, of all candidates: which share a label."""
+        inside = self.anchors[place] @ self.candidates.t() > 0  # [b, K]
+        index = torch.arange(len(self.candidates), device=inside.device)
+        return torch.where(inside, index, inside.int().argmax(dim=1, keepdim=True)), inside
 
 
 def _block_loss(
-    scores: Tensor, place: slice, groups: _LabelGroups, largest: int, weight: Tensor, first: int | None
+    scores: Tensor, place: slice, groups: _LabelGroups | _SharedLabels, weight: Tensor, first: int | None
 ) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
-    With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the other labels less a, the loss of a
-    row is :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far
-    apart keep all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None. S
-    is the ``largest`` group.
+    With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the others less a, the loss of a row is
+    :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far apart keep
+    all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None.
     """
-    label, index = groups.label[place, None], torch.arange(largest, device=scores.device)
-    inside = index < groups.number[label]  # [b, S]
-    same = groups.order[(groups.start[label] + index).clamp_max_(len(groups.order) - 1)]
-    number = groups.number[label[:, 0]]  # [b] |P_i|
-    filler = same[:, :1]  # takes the places that the label has not; 0 is added to it
+    (same, inside), least = groups.positives(place), lowest(scores)  # [b, S]
+    filler = same[:, :1]  # takes the places that are not inside; 0 is added to it
     if first is not None:
         filler = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]
-        inside, number = inside & (same != filler), number - 1
-    same = torch.where(inside, same, filler)
+        inside = inside & (same != filler)
+    same, number = torch.where(inside, same, filler), inside.sum(dim=1)  # [b] |P_i|
     share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
     positives = scores.gather(1, same)
-    inner = positives.masked_fill(~inside, lowest(scores))
-    near, away = softmax_(inner), softmax_(scores.scatter_(1, same, lowest(scores)))
+    inner = positives.masked_fill(~inside, least)
+    near, away = softmax_(inner), softmax_(scores.scatter_(1, same, least))
     gap = away - near
     spread = ((near[:, None] - positives) * inside).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight.double()

@@ -81,7 +81,11 @@ _DIFFERENCES = {
     "grades": _different("logits", "float32 (N) with gradient on cpu")
     | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: ")},
     "embeddings": _DIFFERENT_EMBEDDINGS,
-    "sup_con": _DIFFERENT_EMBEDDINGS | {"reference": Fault(lambda given: _REFERENCE, "ValueError", _PRESENCE)},
+    "sup_con": _DIFFERENT_EMBEDDINGS
+    | {
+        "reference": Fault(lambda given: _REFERENCE, "ValueError", _PRESENCE),
+        "several labels": _wrong("labels", lambda t: t[:, None] == torch.arange(3), "ValueError", "bool (N, 3)"),
+    },
     "pairs": {
         "dtype": Fault(
             lambda given: {name: x.float() for name, x in given.items()}, "ValueError", "float32 (N, 3) with"

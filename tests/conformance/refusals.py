@@ -133,6 +133,7 @@ VALUES: dict[str, Rows] = {
         ("reference", T, [({"reference": WIDE.double(), "reference_labels": TARGETS[:4]}, "float64")]),
         ("reference", V, [({"reference": WIDE[:, :2], "reference_labels": TARGETS[:4]}, r"\(4, 2\)")]),
         ("labels", V, [({"reference": WIDE, "reference_labels": TARGETS[:3]}, r"\(3,\)")]),
+        ("labels", V, [(LOGITS.long(), r"use labels\.bool\(\)"), (LOGITS[:3] > 0, r"\(3, 3\)")]),
     ],
     "pairs": [
         *floats("keys"),

@@ -236,6 +236,10 @@ ADVICE: dict[str, Callable[[], object]] = {
     r"flatten\(0, 1\) and labels.repeat_interleave\(1\) if": lambda: RetrievalSmoothAPLoss()(LOGITS[:, None], TARGETS),
     r"\(8, 0, 3\)\. Use embeddings.flatten\(0, 1\)": lambda: SupConLoss()(LOGITS[:, None][:, :0], TARGETS),
     r"labels: expected shape \(4,\).*one label per row": lambda: SupConLoss()(LOGITS.view(4, 2, 3), TARGETS),
+    r"queue_size: expected 0 with several labels a row, got 7": lambda: SupConLoss(queue_size=7)(LOGITS, LOGITS > 0),
+    "reference_labels: expected as many columns as labels, got a bool": lambda: SupConLoss()(
+        LOGITS, TARGETS, reference=LOGITS, reference_labels=LOGITS > 0
+    ),
     r"shape \(N, D\) or \(N, V, D\), got .*flatten\(2\) if dim 1 is views, else": lambda: SupConLoss()(
         LOGITS.view(4, 2, 3, 1), TARGETS[:4]
     ),

@@ -43,9 +43,12 @@ KINDS: dict[str, Callable[..., Any]] = {
     "dot": partial(InfoNCELoss, 0.2, symmetric=True, normalize=False),
     "row": partial(RowLoss, cross_entropy, temperature=0.2, learn_temperature=True, queue_size=16),
     "sup_con": partial(SupConLoss, 0.2, queue_size=14),
+    "several": partial(SupConLoss, 0.2),
 }
 ALL = "negatives", "labels", "mask", "weight", "negative_labels", "offsets"
 LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
+# Several labels a row, of which some have none: rows share one, two or no label.
+SEVERAL = torch.rand(11, 5, generator=torch.Generator().manual_seed(0)) < 0.3
 Given = dict[str, Any]  # arguments of a call
 Queue = tuple[Tensor, Tensor, Tensor]  # rows, labels and offsets
 NO_ROWS: Queue = torch.zeros(0, 4, dtype=torch.float64), LABELS[:0], torch.zeros(0, dtype=torch.float64)
@@ -62,13 +65,14 @@ def unit(rows: Tensor) -> Tensor:
 
 def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 11, further: int = 9) -> Given:
     """Return the arguments of a rank in a step; ``further``: rows of the other set, or of negatives."""
-    seeds, labels, given = itertools.count(1000 * step + 100 * rank), LABELS.roll(-rank - step), Given()
+    seeds, given = itertools.count(1000 * step + 100 * rank), Given()
+    labels = (SEVERAL if kind == "several" else LABELS).roll(-rank - step, 0)
     views = (2 + (rank + step) % 2,) * ("views" in names)
-    if kind == "sup_con":
+    if kind in ("sup_con", "several"):
         given = {"embeddings": normal(count, *views, 4, seed=next(seeds)), "labels": labels[:count]}
         if "reference" in names:
             given["reference"] = normal(further, *views, 4, seed=next(seeds))
-            given["reference_labels"] = labels.roll(-1)[:further]
+            given["reference_labels"] = labels.roll(-1, 0)[:further]
     else:
         given = {name: normal(count, 4, seed=next(seeds)) for name in ("queries", "keys")}
         sizes = [count, count, *[further] * ("negatives" in names)]
@@ -94,8 +98,8 @@ def joined(parts: list[Given], repeat: Any = Tensor.repeat_interleave) -> Given:
     for part in parts:
         for name, rows in part.items():
             of = "reference" if name == "reference_labels" else "embeddings"
-            if of in part and rows.ndim == 1 and part[of].ndim == 3:
-                rows = repeat(rows, part[of].shape[1])
+            if of in part and rows.ndim < 3 and part[of].ndim == 3:
+                rows = rows[repeat(torch.arange(len(rows)), part[of].shape[1])]
             found[name].append(rows.flatten(0, 1) if isinstance(rows, Tensor) and rows.ndim == 3 else rows)
     return {
         name: torch.cat(rows) if isinstance(rows[0], Tensor) else (*map(torch.cat, zip(*rows)),)
@@ -142,15 +146,19 @@ def of_labels(loss: Any, given: Given, queue: Queue, scale: Tensor) -> Tensor:
     """Return eq. 2 of Khosla et al., row by row; of a reference, as of ``ref_emb`` in pytorch-metric-learning."""
     rows, names = given["embeddings"], given["labels"]
     others, of_others = given.get("reference", rows), given.get("reference_labels", names)
-    kept = (of_others != -100).nonzero()[:, 0]
-    candidates, of_candidates = torch.cat([unit(others[kept]), queue[0]]), torch.cat([of_others[kept], queue[1]])
+    names, of_others, queued = (one if one.ndim == 2 else one[:, None] for one in (names, of_others, queue[1]))
+    kept = (of_others != -100).any(dim=1).nonzero()[:, 0]
+    candidates, of_candidates = torch.cat([unit(others[kept]), queue[0]]), of_others[kept]
+    if len(queued):
+        of_candidates = torch.cat([of_candidates, queued])
     is_self = torch.zeros(len(rows), len(candidates), dtype=torch.bool)
     if "reference" not in given:
         is_self[kept, torch.arange(len(kept))] = True
     total, mass = 0.0 * (rows.sum() + others.sum()), 1e-300
     for i, weight in enumerate(given.get("sample_weight", torch.ones(len(rows)))):
-        positives = (of_candidates == names[i]) & ~is_self[i]
-        if names[i] != -100 and positives.any():
+        same = of_candidates & names[i] if names.dtype == torch.bool else of_candidates == names[i]
+        positives = same.any(dim=1) & ~is_self[i]
+        if bool((names[i] != -100).all()) and positives.any():
             scores = scale * candidates @ unit(rows)[i]
             total = total - weight * (scores[positives] - scores[~is_self[i]].logsumexp(dim=0)).mean()
             mass += float(weight)
@@ -183,7 +191,7 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
     The controls leave out an argument or the queue, and mix the views.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    definition: Any = of_labels if kind == "sup_con" else of_pairs
+    definition: Any = of_labels if kind in ("sup_con", "several") else of_pairs
     learned = [*loss.parameters()]
     theirs = [one.detach().cpu().clone().requires_grad_() for one in learned]
     numbered = [theirs[0].exp() if theirs else torch.tensor(5.0), *theirs[1:]]
@@ -199,7 +207,11 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
             assert_close(found[index].cpu(), (size if index < len(leaves) else 1) * slope, **EXACT)
         others = [(given, NO_ROWS)] * bool(len(queue[0]))
         for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels"}:
-            if (name, kind) != ("labels", "sup_con"):
+            if (name, kind) == ("labels", "several"):  # equal labels instead of a shared one
+                names_of = [one for one in ("labels", "reference_labels") if one in given]
+                sets = torch.cat([given[one] for one in names_of]).unique(dim=0, return_inverse=True)[1]
+                others.append((given | dict(zip(names_of, sets.split([len(given[one]) for one in names_of]))), queue))
+            elif (name, kind) != ("labels", "sup_con"):
                 left = {other: rows for other, rows in given.items() if not other.startswith(name)}
                 if name == "negatives":
                     left = {other: rows for other, rows in left.items() if other != "negative_labels"}
@@ -219,7 +231,8 @@ OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("reference", "views",
 UNMASKED = tuple(name for name in ALL if name != "mask")  # to which a mask tells its function something
 ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for names in OF_PAIRS]
 ARGUMENTS += [("row", names) for names in (*OF_PAIRS[:3], UNMASKED)]
-ARGUMENTS += [("dot", ()), ("dot", ("weight",)), *(("sup_con", names) for names in OF_LABELS)]
+ARGUMENTS += [("dot", ()), ("dot", ("weight",))]
+ARGUMENTS += [(kind, names) for kind in ("sup_con", "several") for names in OF_LABELS]
 
 
 @pytest.mark.parametrize(("kind", "names"), ARGUMENTS, ids=str)
@@ -238,7 +251,7 @@ def test_one_process_is_the_textbook_formula(
 
 OVER_RANKS = [(kind, ALL) for kind in ("one way", "symmetric", "siglip")]
 OVER_RANKS += [("row", UNMASKED)]
-OVER_RANKS += [("sup_con", names) for names in (("views",), ("reference", "views", "weight"))]
+OVER_RANKS += [(kind, names) for kind in ("sup_con", "several") for names in (("views",), OF_LABELS[-1])]
 
 
 @pytest.mark.parametrize(("kind", "names"), OVER_RANKS, ids=str)

@@ -177,25 +177,6 @@ def compare_gist() -> None:
             assert_close(slope[own], size * right[own], **EXACT)
 
 
-def compare_several_labels() -> None:
-    """SupCon with several labels a row, of which some have none. The control: the mean over all rows."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    counts = {1: [9], 2: [4, 5], 3: [6, 0, 3]}[size]
-    rows, tags = normal(9, 4, seed=0), normal(9, 5, seed=1) > 0.8
-    own, total, number = slice(sum(counts[:rank]), sum(counts[: rank + 1])), torch.zeros(()).double(), 0
-    unit = F.normalize(rows, dim=1)
-    for i in range(9):
-        scores = {j: unit[i] @ unit[j] / TEMPERATURE for j in range(9) if j != i}
-        positives = [score for j, score in scores.items() if (tags[i] & tags[j]).any()]
-        if positives:
-            number += 1
-            total = total + sum(log_sum([*scores.values()]) - score for score in positives) / len(positives)
-    assert 0 < number < 9
-    found = example("of_several_labels")(rows[own], tags[own])
-    assert_close(found, total / number, **EXACT)
-    assert abs(found - total / 9) > 1e-3
-    slopes = [torch.autograd.grad(value, rows)[0][own] for value in (found, total / number)]
-    assert_close(slopes[0], size * slopes[1], **EXACT)
 
 
 def compare_classes() -> None:
@@ -218,14 +199,12 @@ def compare_classes() -> None:
 def test_the_recipes_of_one_process() -> None:
     compare_classes()
     compare_gist()
-    compare_several_labels()
 
 
 @on_ranks()
 def test_the_recipes_over_ranks(rank: int) -> None:
     compare_classes()
     compare_gist()
-    compare_several_labels()
 
 
 def cross_entropy(block: Block) -> Tensor:
