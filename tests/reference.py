@@ -251,17 +251,19 @@ def retrieval_smooth_ap(
     temperature: float = 0.01,
     reduction: str = "mean",
     ignore_index: int = -100,
+    among: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
-    """``smooth_ap`` of every row against all others by their cosine; ``per_class`` is per row."""
+    """``smooth_ap`` of every row against all others, or ``among`` others, by their cosine; ``per_class`` is per row."""
     z, count = embeddings.double(), len(embeddings)
+    ranked, names = (z, labels) if among is None else among
     losses: list[Tensor | None] = []
     for q in range(count):
-        others = [j for j in range(count) if j != q and int(labels[j]) != ignore_index]
+        others = [j for j in range(len(ranked)) if (among or j != q) and int(names[j]) != ignore_index]
         if int(labels[q]) == ignore_index or not others:
             losses.append(None)
             continue
-        cosines = (z[others] * z[q]).sum(dim=1) / (z[others].norm(dim=1) * z[q].norm())
-        targets = (labels[others] == labels[q]).long()
+        cosines = (ranked[others] * z[q]).sum(dim=1) / (ranked[others].norm(dim=1) * z[q].norm())
+        targets = (names[others] == labels[q]).long()
         alone = smooth_ap(Rows(cosines[:, None], targets), temperature=temperature)
         losses.append(alone.loss if bool(alone.valid[0]) else None)
     return _reduce(losses, z, reduction, [{}])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange
+from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled, note_kind
@@ -24,7 +26,7 @@ from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions, HoldsQueue
 from ..pooled.pool import REDUCTIONS, PerClass, Reduction, local_pool, reduce_values
 from ..rows import check_device, checked_embeddings, has_values, is_integer, query_weight, unit_rows, weight_of_rows
-from .base import NO_PAIR
+from .base import NO_PAIR, check_like
 from .retrieval_queries import Split, SplitQueries, queries
 
 TENSORS = "embeddings", "labels", "sample_weight"  # the row-aligned arguments
@@ -89,14 +91,15 @@ def retrieval_smooth_ap(
     weight, check = weight_of_rows(sample_weight, rows, "embeddings", True)
     if check is not None:
         check.read()
-    return _loss(rows, checked_labels(labels, rows), weight, temperature, reduction, ignore_index)[0]
+    return _loss([(rows, checked_labels(labels, rows))], weight, temperature, reduction, ignore_index)[0]
 
 
 @completed(retrieval_smooth_ap)
 class RetrievalSmoothAPLoss(HoldsQueue):
     """One minus the smooth average precision of every embedding as a query against those of all ranks.
 
-    The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`; each embedding ranks the rows of the queue too.
+    The formula is that of :func:`~fullrank.losses.retrieval_smooth_ap`; each embedding ranks the rows of the queue too,
+    or those of a ``reference`` in place of the other embeddings.
     The temperature may be assigned between steps, a number or None. ``current_temperature`` is that of the last call.
 
     Args:
@@ -105,11 +108,11 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             types, shapes and devices are always checked.
 
     Distributed:
-        The collectives of :func:`~fullrank.gather_rows` forward, one or two, then a gather of the losses of the queries
-        and one reduce-scatter of gradients. None backward. Each rank computes the queries of its own rows, and every
-        rank gets the same value. With fewer than 256 rows in all, every rank computes all queries, and only the rows
-        are gathered. Every rank also computes all queries in a backward after ``reduction="none"``, if the incoming
-        gradient differs between queries.
+        The collectives of :func:`~fullrank.gather_rows` forward, one or two, one more for a reference, then a gather of
+        the losses of the queries and one reduce-scatter of gradients. None backward. Each rank computes the queries of
+        its own rows, and every rank gets the same value. With fewer than 256 rows in all, every rank computes all
+        queries, and only the rows are gathered. Every rank also computes all queries in a backward after
+        ``reduction="none"``, if the incoming gradient differs between queries.
 
     Example:
         >>> import torch
@@ -142,33 +145,58 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 
     @completed(DistributedLoss)
     @not_compiled
-    def forward(self, embeddings: Tensor, labels: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        *,
+        reference: Tensor | None = None,
+        reference_labels: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
         """Return the loss of the rows of all ranks, a scalar, or with ``reduction="none"`` that of each, in rank order.
+
+        Each of ``reference`` and ``sample_weight`` is passed on every rank or on none.
 
         Args:
             embeddings: (N, D) of this rank; N may differ between ranks and may be 0.
             labels: (N,) or (N, 1) integers or bools.
-            sample_weight: (N,) >= 0, of the rows as queries in the mean or the sum, on every rank or on none.
+            reference: (M, D), another set, whose rows on all ranks the embeddings rank in place of each other, with a
+                gradient. M may differ between ranks and may be 0. They enter the queue.
+            reference_labels: (M,) or (M, 1), those of the reference.
+            sample_weight: (N,) >= 0, of the rows as queries in the mean or the sum.
         """
         call, group = type(self).__name__, self._resolve_group()
 
-        def bring() -> Offer[tuple[Tensor, Tensor, Tensor | None]]:
-            check_not_gathered(group, embeddings=embeddings, labels=labels)
+        def bring() -> Offer[tuple[list[tuple[Tensor, Tensor]], Tensor | None]]:
+            check_not_gathered(group, embeddings=embeddings, labels=labels, reference=reference)
             check_temperature(self.temperature, automatic=True)
             width = self.queue.num_classes if self.queue_size else None
             rows, targets = checked_embeddings("embeddings", embeddings, width), checked_labels(labels, embeddings)
             weight, check = weight_of_rows(sample_weight, rows, "embeddings", self.validate_args)
             facts, tensors = {} if group is None else self._facts(), (rows, targets, weight)
-            return Offer(tensors, facts, checksum=self._checksum, check=check, tensors=tensors, names=TENSORS)
+            sets, totals = [(rows, targets)], list[float]()
+            if (reference is None) != (reference_labels is None):
+                raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
+            if reference is not None and reference_labels is not None:
+                others = checked_embeddings("reference", reference, width)
+                check_like("reference", others, rows, "embeddings")
+                sets.append((others, checked_labels(reference_labels, others, "reference")))
+                facts, totals = {**facts, "reference": describe_rows(others)}, [float(len(others))]
+            return Offer((sets, weight), facts, 0, totals, self._checksum, check=check, tensors=tensors, names=TENSORS)
 
         agreed, split = agree_on(call, group, bring), None
-        rows = agreed.value
+        sets, weight = agreed.value
+        counts = [agreed.rows, *[tuple(int(number) for number, *_ in agreed.totals)] * (len(sets) - 1)]
         if group is not None:
-            rows = gather_after(call, group, agreed, self.gradient_reduction)
-            if sum(agreed.rows) >= FEWEST_SPLIT:
-                split = Split(Exchange(call, group), agreed.rows)
+            *rows, weight = gather_after(call, group, agreed, self.gradient_reduction)
+            further = [replace(agreed, rows=counts[-1], tensors=others, arrived=None) for others in sets[1:]]
+            others = [gather_after(call, group, one, self.gradient_reduction) for one in further]
+            sets = [(rows[0], rows[1]), *others]
+            if sum(map(sum, counts)) >= FEWEST_SPLIT:
+                split = Split(Exchange(call, group), counts)
         loss, temperature, valid, live, live_labels = _loss(
-            *rows, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
+            sets, weight, self.temperature, self.reduction, self.ignore_index, split, self._queued_rows()
         )
         if has_values(loss):
             vars(self)["_last_temperature"] = temperature
@@ -177,8 +205,9 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             if self._hints.should_observe(self, loss):
                 self._hints.observe_valid(valid, NO_RANKING)
                 if group is not None:
-                    self._hints.observe_ranks(agreed.rows, rows)
-                    self._hints.observe_labels(agreed.rows, rows[1])
+                    what, more = ("rows", [weight]) if reference is None else ("reference", [])
+                    self._hints.observe_ranks(counts[-1], [*sets[-1], *more], what)
+                    self._hints.observe_labels(agreed.rows, sets[0][1])
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -189,10 +218,8 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         return "reduction", "ignore_index", "gradient_reduction", *(("queue_size",) if self.queue_size else ())
 
 
-def checked_labels(
-    labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", may_be_several: bool = False
-) -> Tensor:
-    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or several as bools (N, C); or raise."""
+def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", several: bool = False) -> Tensor:
+    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or ``several`` as bools (N, C); or raise."""
     check_tensor("labels", labels)
     check_not_batched(labels)
     if not is_integer(labels) and labels.dtype != torch.bool:
@@ -200,21 +227,20 @@ def checked_labels(
     count = embeddings.shape[0]
     if tuple(labels.shape) == (count, 1):
         labels = labels[:, 0]
-    several = labels.shape[1:2] if may_be_several and labels.dtype == torch.bool else ()
-    if tuple(labels.shape) != (count, *several):
+    columns = labels.shape[1:2] if several and labels.dtype == torch.bool else ()
+    if tuple(labels.shape) != (count, *columns):
         what = f"shape ({count},) or ({count}, 1), one entry per row of {rows_name}"
         fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
-        if may_be_several and labels.ndim == 2 and not several:
+        if several and labels.ndim == 2 and not columns:
             fix = "Several labels a row are bools: use labels.bool()."
         raise ValueError(expected("labels", what, labels, fix))
     check_device("labels", labels, embeddings, rows_name)
-    return labels if several else labels.to(torch.int64)
+    return labels if columns else labels.to(torch.int64)
 
 
 @not_compiled
 def _loss(
-    embeddings: Tensor,
-    labels: Tensor,
+    sets: Sequence[tuple[Tensor, Tensor]],
     weight: Tensor | None,
     temperature: float | None,
     reduction: str,
@@ -222,44 +248,49 @@ def _loss(
     split: Split | None = None,
     queued: QueueRows | None = None,
 ) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
-    """Return the loss of checked rows, the temperature, and which queries are valid.
+    """Return the loss, the temperature, which queries are valid, and the rows of length 1 that enter the queue.
 
-    Then the rows of length 1 that took part, with their labels.
+    Of ``sets``, checked rows with their labels, the first are the queries, and the last what they rank.
     """
-    kept = torch.arange(labels.shape[0], device=labels.device)
-    if has_values(labels):
-        kept = kept[labels != ignore_index]
-    live, live_labels = unit_rows(embeddings.index_select(0, kept)), labels.index_select(0, kept)
-    unit, unit_labels = live, live_labels
-    weight = query_weight(None if weight is None else weight.index_select(0, kept), reduction)
+    parts, kept = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    for embeddings, labels in sets:
+        index = torch.arange(labels.shape[0], device=labels.device)
+        kept.append(index[labels != ignore_index] if has_values(labels) else index)
+        parts.append((unit_rows(embeddings.index_select(0, kept[-1])), labels.index_select(0, kept[-1])))
+    num_live, (live, live_labels) = len(kept[0]), parts[-1]
+    weight = query_weight(None if weight is None else weight.index_select(0, kept[0]), reduction)
     if queued is not None:
-        unit = torch.cat([live, queued.logits.to(live)])
-        unit_labels = torch.cat([live_labels, queued.targets.to(live_labels)])
+        parts.append((queued.logits.to(live), queued.targets.to(live_labels)))
+    unit, unit_labels = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
+    first = num_live if len(sets) > 1 else 0  # of the rows that are ranked
     with_grad = unit.requires_grad and torch.is_grad_enabled()
-    of_all = None if weight is None else F.pad(weight, (0, len(unit) - len(live)))  # queued rows are no queries
+    of_all = None if weight is None else F.pad(weight, (0, len(unit) - num_live))  # the others are no queries
     if temperature is None:
-        count = unit.shape[0]
-        pairs, spread = count * (count - 1), 1.0
+        count = len(unit) - first
+        num_queries, others = (num_live, count) if len(sets) > 1 else (count, count - 1)
+        pairs, spread = num_queries * others, 1.0
         if pairs and has_values(unit):  # an even sample of the ordered pairs
             pair = evenly_spaced(min(pairs, MOST_SCORES), pairs, unit.device)
-            query, other = pair // (count - 1), pair % (count - 1)
-            other = other + (other >= query)  # a query does not rank itself
+            query, other = pair // others, pair % others
+            other = other + (first if len(sets) > 1 else other >= query)  # a query does not rank itself
             rows = unit.detach()
             spread = spread_of((rows.index_select(0, query) * rows.index_select(0, other)).sum(dim=1)[None], None)
         temperature = SPREAD_MULTIPLE * spread
     if split is None:
-        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, len(live), of_all)
-        values, valid = values[: len(live)], valid[: len(live)]
+        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, num_live, first, of_all)
+        values, valid = values[:num_live], valid[:num_live]
     else:
-        # How many rows of each rank are kept. One read for all ranks, so the device is waited for once.
-        so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
-        # Safe without waiting: torch has read so little unpinned memory before the call returns.
-        ends = torch.tensor([0, *itertools.accumulate(split.rows)], device="cpu").to(labels.device, non_blocking=True)
-        counts = tuple(so_far[ends].diff().tolist())
-        split = split._replace(rows=counts)
-        values, valid = SplitQueries.apply(split, unit, unit_labels, temperature, with_grad, of_all)
+        counts = []
+        for (_, labels), rows_of_each in zip(sets, split.counts):
+            # How many rows of each rank are kept. One read for all ranks, so the device is waited for once.
+            so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
+            # Safe without waiting: torch has read so little unpinned memory before the call returns.
+            ends = torch.tensor([0, *itertools.accumulate(rows_of_each)], device="cpu")
+            counts.append(tuple(so_far[ends.to(labels.device, non_blocking=True)].diff().tolist()))
+        split = split._replace(counts=counts)
+        values, valid = SplitQueries.apply(split, unit, unit_labels, temperature, with_grad, first, of_all)
     per_query = PerClass(values, valid)
     loss = reduce_values(per_query, reduction, unit.dtype, weight)
     if reduction == "none":
-        loss = loss.new_full(labels.shape, math.nan).index_copy(0, kept, loss)
+        loss = loss.new_full(sets[0][1].shape, math.nan).index_copy(0, kept[0], loss)
     return loss, temperature, valid, live.detach(), live_labels

@@ -1,4 +1,4 @@
-"""Every row as a query that ranks all others, in one process (``queries``) or split over ranks (``SplitQueries``).
+"""Rows as queries that rank all others, or other rows, in one process (``queries``) or over ranks (``SplitQueries``).
 
 A few queries are computed at a time, and their gradient is added up at once, so the (M, M) similarities are never in
 memory together.
@@ -6,9 +6,11 @@ memory together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributed.exchange import Exchange
@@ -20,7 +22,7 @@ from .base import sum_of_blocks
 
 
 def _loss_and_gradient(
-    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_queries: int, weight: Tensor | None
+    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_live: int, first: int, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one minus the smooth average precision of each row as a query, which queries are valid, and the gradient.
 
@@ -36,12 +38,14 @@ def _loss_and_gradient(
     dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
     ======== ========= ====================================================================
 
-    Only the first ``num_queries`` rows are queries; the others are only ranked.
+    Only the first ``num_live`` rows are queries; the others are only ranked. The rows before ``first`` are not ranked:
+    with a reference that is ``num_live``, and else 0.
 
     The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
     a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
     """
-    values, valid, gradient = _sums_of_queries(unit, labels, temperature, weight, None, with_grad, slice(num_queries))
+    queried = slice(num_live)
+    values, valid, gradient = _sums_of_queries(unit, labels, temperature, weight, None, with_grad, queried, first)
     return values, valid, unit.new_empty(0) if gradient is None else gradient
 
 
@@ -53,13 +57,15 @@ def _scaled_or_recomputed(
     gradient: Tensor,
     weight: Tensor | None,
     temperature: float,
-    num_queries: int,
+    num_live: int,
+    first: int,
 ) -> tuple[Tensor]:
     """Return dz for the incoming gradient."""
     factors = grad_values[counted]
     if factors.numel() == 0 or bool((factors == factors[0]).all()):
         return (gradient * factors[:1].sum().to(gradient.dtype),)
-    recomputed = _sums_of_queries(unit, labels, temperature, weight, grad_values, True, slice(num_queries))[2]
+    queried = slice(num_live)
+    recomputed = _sums_of_queries(unit, labels, temperature, weight, grad_values, True, queried, first)[2]
     assert recomputed is not None
     return (recomputed,)
 
@@ -71,23 +77,25 @@ def _sums_of_queries(
     weight: Tensor | None,
     grad_values: Tensor | None,
     with_grad: bool,
-    queries: slice = slice(None),
+    queries: slice,
+    first: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the loss of each query times its weight (M,) float64, which are valid, and the gradient (M, D).
 
     The gradient is that of ``grad_values @ loss``, None for all 1, if ``with_grad``; a ``weight`` of None is 1. Only
-    ``queries`` are computed; the others are 0 and not valid.
+    ``queries`` are computed; the others are 0 and not valid. They rank the rows from ``first`` on.
     """
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
     factors = weight if grad_values is None else grad_values if weight is None else weight * grad_values
-    first = queries.indices(count)[0]
+    begin = queries.indices(count)[0]
+    ranked, ranked_labels = (unit[first:], labels[first:]) if first else (unit, labels)
 
     def block_loss(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-        block = slice(first + place.start, first + place.stop)
-        same = labels[block, None] == labels
+        block = slice(begin + place.start, begin + place.stop)
+        same = labels[block, None] == ranked_labels
         others = torch.ones_like(same)
-        for mask in (same, others):
+        for mask in (same, others) if first == 0 else ():
             mask.diagonal(block.start).fill_(False)  # a query does not rank itself
         arguments = scores, same, others, None, temperature, with_grad
         values[block], slope, valid[block] = smooth_ap_and_gradient(*arguments)
@@ -95,22 +103,24 @@ def _sums_of_queries(
             slope *= factors[block, None].to(slope.dtype)  # [q, M]
         return values[block].sum(), slope
 
-    sums = sum_of_blocks(unit[queries], unit, unit.new_ones(()), (with_grad, with_grad, False), block_loss)
-    if sums.grad_candidates is not None and sums.grad_anchors is not None:
-        sums.grad_candidates[queries] += sums.grad_anchors
-    return values if weight is None else values * weight, valid, sums.grad_candidates
+    sums = sum_of_blocks(unit[queries], ranked, unit.new_ones(()), (with_grad, with_grad, False), block_loss)
+    gradient = sums.grad_candidates
+    if gradient is not None and sums.grad_anchors is not None:
+        gradient = F.pad(gradient, (0, 0, first, 0)) if first else gradient
+        gradient[queries] += sums.grad_anchors
+    return values if weight is None else values * weight, valid, gradient
 
 
 queries = register(
     "retrieval_smooth_ap",
     forward=_loss_and_gradient,
-    fake=lambda unit, labels, temperature, with_grad, num_queries, weight: (
+    fake=lambda unit, labels, temperature, with_grad, num_live, first, weight: (
         *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
         torch.empty_like(unit) if with_grad else unit.new_empty(0),
     ),
     saved=lambda inputs, out: (
-        (inputs[0], inputs[1], out[1] | out[0].isnan(), out[2], inputs[5]),
-        (inputs[2], inputs[4]),
+        (inputs[0], inputs[1], out[1] | out[0].isnan(), out[2], inputs[6]),
+        (inputs[2], inputs[4], inputs[5]),
     ),
     backward=_scaled_or_recomputed,
     fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
@@ -118,10 +128,10 @@ queries = register(
 
 
 class Split(NamedTuple):
-    """The ranks that share the queries, and how many rows each has."""
+    """The ranks that share the queries, and how many rows each has: of the queries, and of a reference if any."""
 
     exchange: Exchange
-    rows: tuple[int, ...]
+    counts: Sequence[tuple[int, ...]]
 
 
 class SplitQueries(torch.autograd.Function):
@@ -130,7 +140,7 @@ class SplitQueries(torch.autograd.Function):
     ======== ========== ==========================================================================
     tensor   shape      meaning
     ======== ========== ==========================================================================
-    z        (M, D)     rows of length 1, those of all ranks and then those of the queue
+    z        (M, D)     rows of length 1: those of all ranks, of a reference, of the queue
     L        (M,)       loss of each query, computed on its rank and gathered; queued rows are no queries
     G        (N_r, M)   dL_q / dx_qj for the queries of this rank
     dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
@@ -149,15 +159,16 @@ class SplitQueries(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         with_grad: bool,
+        first: int,
         weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        exchange, rows = split
-        first = sum(rows[: exchange.rank])
-        own_rows = slice(first, first + rows[exchange.rank])
+        exchange, (rows, *others) = split
+        begin, ranked = sum(rows[: exchange.rank]), split.counts[-1]
+        own_rows, own_first = slice(begin, begin + rows[exchange.rank]), first + sum(ranked[: exchange.rank])
         width = 1 + max(rows)
 
         def compute() -> tuple[Tensor | None, Tensor]:
-            arguments = unit, labels, temperature, weight, None, with_grad, own_rows
+            arguments = unit, labels, temperature, weight, None, with_grad, own_rows, first
             values, valid, gradient = _sums_of_queries(*arguments)
             block = values.new_zeros(2, width)  # begins with a 0
             block[0, 1 : 1 + rows[exchange.rank]] = values[own_rows]
@@ -169,9 +180,11 @@ class SplitQueries(torch.autograd.Function):
         values, valid = torch.cat([block[:, 1 : 1 + count] for block, count in of_ranks], dim=1).unbind()
         valid = valid != 0
         if gradient is not None:
-            gradient = exchange.sum_own(gradient[: sum(rows)], rows, "the gradients")
+            summed = exchange.sum_own(gradient[first : first + sum(ranked)], ranked, "the gradients")
+            gradient = torch.cat([gradient[own_rows], summed]) if others else summed
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, weight)
-        ctx.own_rows, ctx.temperature, ctx.call, ctx.count = own_rows, temperature, exchange.call, sum(rows)
+        ctx.own = [own_rows, *[slice(own_first, own_first + ranked[exchange.rank])] * len(others)]
+        ctx.temperature, ctx.call, ctx.count, ctx.first = temperature, exchange.call, sum(rows), first
         ctx.mark_non_differentiable(valid)
         return values, valid
 
@@ -179,9 +192,10 @@ class SplitQueries(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         unit, labels, counted, gradient, weight = ctx.saved_tensors
-        saved = unit, labels, counted, gradient, weight, ctx.temperature, ctx.count
+        saved = unit, labels, counted, gradient, weight, ctx.temperature, ctx.count, ctx.first
         (grad,) = _scaled_or_recomputed(grad_values, *saved)
         if grad.shape != unit.shape:
-            grad_own, grad = grad, torch.zeros_like(unit)
-            grad[ctx.own_rows] = grad_own
-        return None, grad, None, None, None, None
+            own, grad = grad.split([place.stop - place.start for place in ctx.own]), torch.zeros_like(unit)
+            for place, part in zip(ctx.own, own):
+                grad[place] = part
+        return None, grad, None, None, None, None, None

@@ -176,7 +176,7 @@ class SupConLoss(ContrastiveLoss):
         if labels is None:
             targets = torch.arange(len(rows), device=rows.device)
         else:
-            targets = checked_labels(labels, rows, name, may_be_several=True)
+            targets = checked_labels(labels, rows, name, several=True)
         if targets.ndim == 2 and self.queue_size:
             raise ValueError(expected("queue_size", "0 with several labels a row", self.queue_size))
         weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
@@ -222,9 +222,8 @@ class SupConLoss(ContrastiveLoss):
             mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[own]
         block_loss = partial(_block_loss, groups=groups, weight=share, first=None if has_reference else first)
-        needs, copies = (anchors.needs_grad, others.needs_grad, False), 8 if of_several else 1
-        scale = rows.new_tensor(1.0 / self.temperature)
-        sums = sum_of_blocks(rows, candidates, scale, needs, block_loss, None, copies)
+        needs, scale = (anchors.needs_grad, others.needs_grad, False), rows.new_tensor(1.0 / self.temperature)
+        sums = sum_of_blocks(rows, candidates, scale, needs, block_loss, None, 8 if of_several else 1)
         anchors.grad_anchors = sums.grad_anchors
         if sums.grad_candidates is not None:
             others.grad_candidates = sums.grad_candidates[: len(others.candidates.rows)]

@@ -73,6 +73,7 @@ _DIFFERENT_EMBEDDINGS = _different("embeddings") | {
 }
 _FURTHER = torch.zeros(4, 3, dtype=torch.float64)
 _REFERENCE = {"reference": _FURTHER, "reference_labels": torch.arange(4)}
+_FURTHER_REFERENCE = {"reference": Fault(lambda given: _REFERENCE, "ValueError", _PRESENCE)}
 # By the name of a loss, or by what it is called with.
 _DIFFERENCES = {
     "scores": _different("logits")
@@ -81,9 +82,10 @@ _DIFFERENCES = {
     "grades": _different("logits", "float32 (N) with gradient on cpu")
     | {"indexes": _wrong("indexes", lambda i: None, "ValueError", "indexes: ")},
     "embeddings": _DIFFERENT_EMBEDDINGS,
+    "retrieval": _DIFFERENT_EMBEDDINGS | _FURTHER_REFERENCE,
     "sup_con": _DIFFERENT_EMBEDDINGS
+    | _FURTHER_REFERENCE
     | {
-        "reference": Fault(lambda given: _REFERENCE, "ValueError", _PRESENCE),
         "several labels": _wrong("labels", lambda t: t[:, None] == torch.arange(3), "ValueError", "bool (N, 3)"),
     },
     "pairs": {

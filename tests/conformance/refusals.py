@@ -89,6 +89,13 @@ CLASSES: Rows = [
     ("targets", V, [*OUT_OF_RANGE, (TARGETS + 1, "Class indices start at 0")]),
 ]
 WIDE = torch.ones(4, 3)  # further rows of embeddings
+REFERENCE: Rows = [
+    ("reference, reference_labels", V, [({"reference": WIDE}, "None")]),
+    ("reference, reference_labels", V, [({"reference_labels": TARGETS}, "")]),
+    ("reference", T, [({"reference": WIDE.double(), "reference_labels": TARGETS[:4]}, "float64")]),
+    ("reference", V, [({"reference": WIDE[:, :2], "reference_labels": TARGETS[:4]}, r"\(4, 2\)")]),
+    ("labels", V, [({"reference": WIDE, "reference_labels": TARGETS[:3]}, r"\(3,\)")]),
+]
 # By the kind of a loss, or one loss; "module": of its module alone, to whose function the value is something else.
 VALUES: dict[str, Rows] = {
     "scores": [
@@ -127,12 +134,9 @@ VALUES: dict[str, Rows] = {
         ("labels", T, [(TARGETS.double(), "float64")]),
         *WEIGHTS,
     ],
+    "retrieval module": REFERENCE,
     "sup_con": [
-        ("reference, reference_labels", V, [({"reference": WIDE}, "None")]),
-        ("reference, reference_labels", V, [({"reference_labels": TARGETS}, "")]),
-        ("reference", T, [({"reference": WIDE.double(), "reference_labels": TARGETS[:4]}, "float64")]),
-        ("reference", V, [({"reference": WIDE[:, :2], "reference_labels": TARGETS[:4]}, r"\(4, 2\)")]),
-        ("labels", V, [({"reference": WIDE, "reference_labels": TARGETS[:3]}, r"\(3,\)")]),
+        *REFERENCE,
         ("labels", V, [(LOGITS.long(), r"use labels\.bool\(\)"), (LOGITS[:3] > 0, r"\(3, 3\)")]),
     ],
     "pairs": [

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import reference
 import torch
-from loss_cases import FORMS, NAN, draw, step
+from loss_cases import FORMS, NAN, draw, normal, step
 from reference import Rows
 from torch import Tensor
 
@@ -260,6 +260,23 @@ def test_state_holds_the_setting(name: str) -> None:
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [9, 150])
+def test_retrieval_of_a_reference(count: int) -> None:
+    """Of the pairs of a query and a row that it ranks. The control: of the queries alone."""
+    rows, others, labels = normal(count, 5), normal(70, 5, seed=1), torch.arange(count) % 3
+    given = {"reference": others, "reference_labels": torch.arange(70) % 4}
+    pairs = torch.ones(count, 70).nonzero()
+    sampled = pairs[reference.evenly_spaced(min(len(pairs), 4096), len(pairs))]
+    cosines = torch.nn.functional.cosine_similarity(rows[sampled[:, 0]], others[sampled[:, 1]])
+    loss = RetrievalSmoothAPLoss(None)
+    value = loss(rows, labels, **given)
+    tau = 0.1 * expected_spread(cosines[None])
+    assert loss.current_temperature == pytest.approx(tau, rel=1e-12)
+    torch.testing.assert_close(value, RetrievalSmoothAPLoss(tau)(rows, labels, **given), rtol=1e-10, atol=1e-12)
+    loss(rows, labels)
+    assert loss.current_temperature != pytest.approx(tau, rel=1e-3)
 
 
 @pytest.mark.parametrize("count", [9, 150])

@@ -47,8 +47,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 ALL = "negatives", "labels", "mask", "weight", "negative_labels", "offsets"
 LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
-# Several labels a row, of which some have none: rows share one, two or no label.
-SEVERAL = torch.rand(11, 5, generator=torch.Generator().manual_seed(0)) < 0.3
+# Several labels a row, of which some have none; the last row has one of its own.
+SEVERAL = torch.rand(10, 5, generator=torch.Generator().manual_seed(0)) < 0.3
+SEVERAL = torch.block_diag(SEVERAL.int(), torch.ones(1, 1)).bool()
 Given = dict[str, Any]  # arguments of a call
 Queue = tuple[Tensor, Tensor, Tensor]  # rows, labels and offsets
 NO_ROWS: Queue = torch.zeros(0, 4, dtype=torch.float64), LABELS[:0], torch.zeros(0, dtype=torch.float64)

@@ -291,17 +291,16 @@ def calls_with_candidates(rank, seed, count):
     rows = draw(seed, 3, count).detach()
     others = draw(100 + seed + rank, 3, len(PAIRS[rank:])).detach()  # keys and guides of the ranks' own, uneven
     labels = torch.arange(count)
+    among = {"reference": rows, "reference_labels": labels}
     return {
         "negatives": (InfoNCELoss, lambda loss, x: loss(x[rank:], others, rows)),
-        "reference": (
-            SupConLoss,
-            lambda loss, x: loss(x[rank:], PAIRS[rank:], reference=rows, reference_labels=labels),
-        ),
+        "reference": (SupConLoss, lambda loss, x: loss(x[rank:], PAIRS[rank:], **among)),
+        "reference of queries": (RetrievalSmoothAPLoss, lambda loss, x: loss(x[rank:], PAIRS[rank:], **among)),
         "mask": (InfoNCELoss, lambda loss, x: loss(x[:count], draw(9 + rank, 3, count).detach(), mask=(rows, rows))),
     }
 
 
-@pytest.mark.parametrize("what", ["negatives", "reference", "mask"])
+@pytest.mark.parametrize("what", ["negatives", "reference", "reference of queries", "mask"])
 @on_ranks()
 def test_candidates_that_all_ranks_share_warn_once(rank, what):
     """The control: other ones on each rank, in another call, or another number of them."""
@@ -313,7 +312,7 @@ def test_candidates_that_all_ranks_share_warn_once(rank, what):
         return texts_of(call, 9, lambda step: draw(100 * step + rank, 3))
 
     (text,) = texts(lambda step: 0)
-    assert f"ranks passed the same {what}, so" in text
+    assert f"ranks passed the same {what.split()[0]}, so" in text
     assert texts(lambda step: 1000 + step + 50 * rank) == texts(lambda step: 0, ROWS - rank) == []
     assert texts(lambda step: 0 if step % 4 == 0 else 1000 + step + 50 * rank) == []
 

@@ -13,6 +13,7 @@ import loss_cases as cases
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from reference import Rows
@@ -429,3 +430,60 @@ def test_rows_travel_forward_alone(rank: int, name: str, fewest: int, collective
         assert backward.total == 0
     assert forward.total == collectives
     loss.queue.assert_synchronized()
+
+
+# The rows of each rank in three steps: queries, and the reference.
+COUNTS = {
+    1: [([9], [12])] * 3,
+    2: [([4, 5], [7, 5]), ([0, 9], [12, 0]), ([9, 0], [3, 9])],
+    3: [([4, 0, 5], [0, 7, 5]), ([0, 9, 0], [12, 0, 0]), ([3, 3, 3], [5, 5, 2])],
+}
+
+
+def compare_with_reference(reduction: str) -> None:
+    """The queries rank the reference of all ranks and a queue of 20 rows. The control: the queries rank each other."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
+    queued, named = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    for step, parts in enumerate(COUNTS[size]):
+        own, held = (slice(sum(each[:rank]), sum(each[: rank + 1])) for each in parts)
+        leaves = [cases.normal(count, 5, seed=2 * step + count).requires_grad_() for count in (9, 12)]
+        labels, of_others = torch.tensor([0, 1, 1, IGNORED, 2, 3, 0, 1, 9]), torch.arange(12) % 4
+        of_others[5] = IGNORED
+        given = {"temperature": 0.1, "reduction": "none"}
+        among = torch.cat([leaves[1], queued]), torch.cat([of_others, named])
+        values, control = (
+            reference.retrieval_smooth_ap(leaves[0], labels, among=other, **given).loss for other in (among, None)
+        )
+        weight = (torch.arange(9) % 4).double() if step == 1 else torch.ones(9).double()
+        expected = values * (1.0 if reduction == "none" else weight)
+        if reduction != "none":
+            expected = expected.nansum() / (weight[~values.isnan()].sum() if reduction == "mean" else 1)
+        rows, others = ([leaves[0][own], labels[own]], [leaves[1][held], of_others[held]])
+        weights = {"sample_weight": weight[own]} if step == 1 else {}
+        found = loss(*rows, reference=others[0], reference_labels=others[1], **weights)
+        assert_close(found, expected, equal_nan=True, **COSINES)
+        for leaf, cut in zip(leaves, (own, held)):
+            theirs = cases.gradient(expected, leaf)
+            assert_close(cases.gradient(found, leaf)[cut], size * theirs[cut], **COSINES)
+            assert bool(theirs.any())
+        assert values.isnan().tolist() == [label in (IGNORED, 9) for label in labels.tolist()]
+        assert (control - values).abs().nansum() > 1e-2
+        kept = of_others != IGNORED
+        queued = torch.cat([queued, torch.nn.functional.normalize(leaves[1].detach()[kept], dim=1)])[-20:]
+        named = torch.cat([named, of_others[kept]])[-20:]
+    loss.queue.assert_synchronized()
+
+
+@over_reductions
+def test_a_reference_is_ranked_in_one_process(reduction: str) -> None:
+    compare_with_reference(reduction)
+
+
+@over_reductions
+@pytest.mark.parametrize("fewest", [0, 1000])
+@on_ranks()
+def test_a_reference_of_all_ranks_is_ranked(rank: int, reduction: str, fewest: int) -> None:
+    """Where each rank computes its own queries, and where every rank computes all."""
+    with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
+        compare_with_reference(reduction)
