@@ -177,8 +177,6 @@ def compare_gist() -> None:
             assert_close(slope[own], size * right[own], **EXACT)
 
 
-
-
 def compare_classes() -> None:
     """Rows and classes lie on other ranks. The control: no margin."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
