@@ -730,7 +730,7 @@ def driven(folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run([str(folder / name), "0", "500"], cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_bits_with_any_instructions(tmp_path: Path) -> None:
     """Of 500 random calls; all limits of sizes and numbers hold. The control lets the compiler contract products."""
 

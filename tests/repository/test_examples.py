@@ -134,6 +134,7 @@ def test_a_program_to_start_from(name: str, tmp_path: Path) -> None:
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]  # of the training: loss and metric, all digits
 
 
+@pytest.mark.full
 def test_the_table_resumes(tmp_path: Path) -> None:
     """Three epochs and then the others are all of them; the control resumes without the state of the loss."""
     text, last = (EXAMPLES / "start_rare.py").read_text("utf-8"), []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SECTION = PAGES["contributing.md"].partition("## Add a loss\n")[2].partition("\n## ")[0]
 # Each block, by the last file that the text before it names.
