@@ -106,7 +106,8 @@ def no_waits(device: torch.device) -> Iterator[None]:
     """Raise if the host waits for ``device`` inside: on the simulated device, which counts, and on CUDA."""
     try:
         if device.type == "cuda":
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it may miss some
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it may miss some
                 torch.cuda.set_sync_debug_mode("error")
         with count() as counts:
             yield
