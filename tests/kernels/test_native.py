@@ -499,14 +499,14 @@ def test_unit_rows_and_the_gradient_through_them(dtype: torch.dtype, monkeypatch
     ).eps  # a product with 1 / length, rounded twice
     scale = of_rows.norm(dim=1, keepdim=True)
     error = (native.unit_gradient(rows, found, gradient, 3.0) - of_rows).norm(dim=1, keepdim=True) / scale
-    assert error.max() <= 20 * torch.finfo(dtype).eps
+    assert error.max() <= 20 * torch.finfo(dtype).eps  # two sums of 37 in 16 parts, 7 roundings each, and a few more
     assert (gradient * 3.0 / rows.norm(dim=1, keepdim=True) - of_rows)[0].norm() > 0.1 * scale[0], "the control"
     for number in (math.nan, math.inf, -math.inf, *((1e200, 1e-200) if dtype == torch.float64 else ())):
         spoiled = rows.clone()
         spoiled[2] = number
         assert native.unit_rows(spoiled) is None
         if math.isfinite(number):
-            assert (unit_rows(spoiled)[2].norm() - 1).abs() <= 1e-15
+            assert (unit_rows(spoiled)[2].norm() - 1).abs() <= 37 * torch.finfo(dtype).eps  # a sum of so many
     for change in (rows.neg()._neg_view(), rows.as_subclass(Subclass), rows[:0], rows.to("meta")):
         assert native.unit_rows(change) is None
         assert native.unit_gradient(rows, found, change, 1.0) is None
