@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from fullrank.preflight.speed import clock
+from fullrank.preflight.checks import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"

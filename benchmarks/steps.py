@@ -31,9 +31,8 @@ import fullrank
 from fullrank.losses import DistributedLoss, RetrievalSmoothAPLoss
 from fullrank.losses.embeddings.base import ContrastiveLoss
 from fullrank.preflight import checks
-from fullrank.preflight.checks import CLASSES, Arguments
+from fullrank.preflight.checks import CLASSES, Arguments, Step, seconds_together
 from fullrank.preflight.site import Site, open_site
-from fullrank.preflight.speed import Step, seconds_together
 
 ROWS = (1_000, 100_000)  # of each rank
 QUEUE = 1_024

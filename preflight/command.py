@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import checks, speed
+from . import checks
 from .site import Site, describe, open_site
 
 CHECKS: dict[str, Callable[[Site], str]] = {
@@ -20,11 +20,11 @@ CHECKS: dict[str, Callable[[Site], str]] = {
     "gather, different losses": checks.reduce_scatter,
     **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
     "control": checks.control,
-    "control, past DDP": checks.past_wrapper,
     "agreement": checks.agreement,
-    "latency": speed.latency,
-    "bandwidth": speed.bandwidth,
+    "latency": checks.latency,
+    "bandwidth": checks.bandwidth,
 }
+OVER_RANKS = ("control", "agreement", "latency", "bandwidth")  # they have no meaning on one process
 
 
 class Result(NamedTuple):
@@ -58,11 +58,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator if there is one)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--measure", nargs="?", const="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.measure is not None:
-        scripts = "benchmarks/steps.py (steps of the losses) and benchmarks/costs.py (costs of the kernels)"
-        parser.error(f"argument --measure: removed; in a clone of the repository, run {scripts}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: {options.json.parent} is not a folder")
     return options
@@ -72,11 +68,12 @@ def run_checks(site: Site) -> list[Result]:
     """Run the checks in order and share the outcomes over the ranks. After a lost connection no check is run."""
     results: list[Result] = []
     for name, check in CHECKS.items():
+        if site.world_size == 1 and name in OVER_RANKS:
+            results.append(Result(name, "skipped", "one process alone: start with torchrun"))
+            continue
         outcome = "FAILED"
         try:
             outcome, detail = "passed", check(site)
-        except checks.NeedsRanks as reason:
-            outcome, detail = "skipped", str(reason)
         except checks.Failed as failure:
             detail = str(failure)
         except Exception as error:

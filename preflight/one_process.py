@@ -66,8 +66,10 @@ class State:
         self._sync, self._random, self._disable_dropout = find_sync(model), _random_states(), disable_dropout
         self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
         kinds = Optimizer, torch.amp.GradScaler, LRScheduler
-        for found in (owner for owner in gc.get_objects() if issubclass(type(owner), kinds)):
-            for attributes in found.param_groups if isinstance(found, Optimizer) else [vars(found)]:
+        kept = [owner for owner in gc.get_objects() if issubclass(type(owner), kinds)]
+        self.is_scaled = any(isinstance(owner, torch.amp.GradScaler) and owner.is_enabled() for owner in kept)
+        for owner in kept:
+            for attributes in owner.param_groups if isinstance(owner, Optimizer) else [vars(owner)]:
                 self._keep_data(attributes, attributes.keys() - {"params"})
         self.keep(model)
         for module in (*losses, *_modules_named_in(step)):
@@ -325,11 +327,13 @@ class Reference:
         gradients = take_gradients(self.parameters | self.state.parameters_outside())
         lengths = [float(grad.norm()) for grad in gradients.values() if grad is not None]
         if not lengths or not math.isfinite(sum(lengths)):
-            got = Words("one that gives infinite ones" if lengths else "one that gives none")
+            got = Words("one that gives NaN or infinite ones" if lengths else "one that gives none")
             fix = (
                 "Call the model that it is given, not another variable, and backward before any optimizer or zero_grad."
             )
-            fix = "Lower the scale of the GradScaler." if lengths else fix
+            if lengths:
+                scale = ", or lower the scale of the GradScaler" * self.state.is_scaled
+                fix = f"Look for NaN in the loss of all rows{scale}."
             raise ValueError(expected("step", "a step that gives the model gradients", got, fix))
         return value, gradients
 

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,21 +18,19 @@ import torch.distributed as dist
 # Import it before the group exists. DDP would import it later, and its functions would keep the group as a default
 # argument. The threads of gloo then outlive the group, and can abort the process when Python exits.
 import torch.distributed.nn.functional
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ..kernels import native
 from ..kernels.registration import full_products
 
 
 class Place(NamedTuple):
-    """The device that a process computes on, and the settings of the launcher."""
+    """The device that a process computes on."""
 
     host: str
-    local_rank: int | None  # LOCAL_RANK, None where the launcher did not set it
     current: int  # index of the current device; 0 on the CPU
     visible: int  # number of devices that the process sees; 0: it computes on the CPU
-    uuid: str  # identifies a device of the host, "" if the device has none
+    uuid: str  # "" if the device has none
 
 
 class Site(NamedTuple):
@@ -46,10 +44,6 @@ class Site(NamedTuple):
     tolerance: float  # relative, for gradients in that dtype
     places: tuple[Place, ...] = ()  # of all ranks
     facts: tuple[dict[str, Any], ...] = ()  # about the machines of all ranks
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return ``model`` under DDP on this device."""
-        return DistributedDataParallel(model)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -79,11 +73,13 @@ def open_site(backend: str | None, device: str | None, timeout: float) -> Iterat
     has_float64 = own_device.type != "mps"
     dtype, tolerance = (torch.float64, 1e-12) if has_float64 else (torch.float32, 2e-6)
     try:
-        local_rank, index, visible, uuid = os.environ.get("LOCAL_RANK"), 0, 0, ""
+        index, visible, uuid = 0, 0, ""
         if own_device.type != "cpu":
             index, visible = torch.accelerator.current_device_index(), torch.accelerator.device_count()
-            uuid = str(getattr(_properties(torch.device(own_device.type, index)), "uuid", ""))
-        place = Place(socket.gethostname(), None if local_rank is None else int(local_rank), index, visible, uuid)
+            module: Any = torch.get_device_module(own_device)
+            if hasattr(module, "get_device_properties"):
+                uuid = str(getattr(module.get_device_properties(index), "uuid", ""))
+        place = Place(socket.gethostname(), index, visible, uuid)
         # Exchange them through the store: two ranks on one device could not even start a collective of NCCL.
         store.set(f"fullrank/{rank}", json.dumps([place, facts_of(own_device)]))
         stored = [json.loads(store.get(f"fullrank/{other}")) for other in range(world_size)]
@@ -127,6 +123,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
     """Return versions and settings of this process, and the properties of ``device``."""
     toolkits = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     module: Any = torch.get_device_module(device)
+    has_name = hasattr(module, "get_device_name")
     has_nccl = dist.is_nccl_available() and hasattr(module, "nccl")
     deterministic = "warns" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
     return {
@@ -135,29 +132,11 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "collectives": "nccl " + ".".join(map(str, module.nccl.version())) if has_nccl else "-",
         "python": platform.python_version(),
         "kernels": native.KERNELS,
-        "device": _name_of(device),
+        "device": f"{device.type} ({module.get_device_name(device)})" if has_name else device.type,
         "threads": str(torch.get_num_threads()),
         "float32 products": products(device),
         "deterministic": deterministic if torch.are_deterministic_algorithms_enabled() else "off",
     }
-
-
-def _name_of(device: torch.device) -> str:
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_device_name"):
-        return device.type
-    properties = _properties(device)
-    parts = [str(module.get_device_name(device))]
-    if memory := getattr(properties, "total_memory", None):
-        parts.append(f"{memory / 2**30:.0f} GiB")
-    if units := getattr(properties, "multi_processor_count", None):
-        parts.append(f"{units} processors")
-    return f"{device.type} ({', '.join(parts)})"
-
-
-def _properties(device: torch.device) -> Any:
-    get: Callable[..., Any] | None = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return None if get is None else get(device)
 
 
 def products(device: torch.device) -> str:

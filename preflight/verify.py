@@ -9,7 +9,7 @@ gradient a combination of those of the batches?).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from ..gradients.parameters import is_dtensor
 from ..gradients.wrappers import find_ranks, find_sync
 from .joining import Join, concatenate, is_window, map_tensors, tensors_in
 from .one_process import Gradients, Reference, State, Step, take_gradients, whole
-from .report import StepReport, Verdict, likely_causes
+from .report import StepReport, Verdict
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def verify_step(
         The :class:`~fullrank.preflight.StepReport`, the same on every rank of ``group``: print it, or call ``check()``.
 
     Raises:
-        TypeError: for an argument of another type.
+        TypeError: for an argument of another type, on all ranks.
         ValueError: when batches cannot be joined, the model cannot be copied, the step does not train the model that it
             is given, or communicates over a group of its own.
         RankError: an error on some ranks, such as one of the step, raised on all of them.
@@ -82,17 +82,22 @@ def verify_step(
         Statistics of batches (BatchNorm without synchronization) and random steps have no gradient of one process to
         compare with; the report names both. A world size that was read before the step is not exchanged.
     """
-    losses = [losses] if isinstance(losses, nn.Module) else list(losses)
-    for name, value, is_right, kind in (
-        ("step", step, callable(step), "a function"),
-        ("model", model, isinstance(model, nn.Module), "a module"),
-        ("losses", losses, all(isinstance(loss, nn.Module) for loss in losses), "modules"),
-        ("batch", batch, not isinstance(batch, (Iterator, DataLoader)), "a batch, or a list of micro-batches"),
-    ):
-        if not is_right:
-            raise TypeError(expected(name, kind, value))
-    ranks = _data_ranks(model, group)
-    state = _together(ranks, lambda: State(step, model, losses, disable_dropout=disable_dropout))
+
+    def make_state() -> State:
+        modules = [losses] if isinstance(losses, nn.Module) else list(losses)
+        for name, value, is_right, kind in (
+            ("step", step, callable(step), "a function"),
+            ("model", model, isinstance(model, nn.Module), "a module"),
+            ("losses", losses, all(isinstance(loss, nn.Module) for loss in modules), "modules"),
+            ("batch", batch, not isinstance(batch, (Iterator, DataLoader)), "a batch, or a list of micro-batches"),
+        ):
+            if not is_right:
+                raise TypeError(expected(name, kind, value))
+        return State(step, model, modules, disable_dropout=disable_dropout)
+
+    # With something else than a model a rank meets the others where those without a wrapper do.
+    ranks = _data_ranks(model if isinstance(model, nn.Module) else nn.Module(), group)
+    state = _together(ranks, make_state)
     with ExitStack() as stack:
         stack.enter_context(state.restored())
         batches = _together(ranks, lambda: _Batches(batch, join or concatenate, ranks))
@@ -258,23 +263,72 @@ class _Proof:
     def _causes(
         self, verdict: Verdict, gaps: dict[str, _Gap], differ: list[str], losses: tuple[float, float] | None
     ) -> tuple[str, ...]:
+        """Return the causes that fit what was found, the likeliest first."""
+        rows, num_parts = self.batches.rows, len(self.batches.parts)
+        ranks, micro = len(rows), num_parts / len(rows)
         kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
         layers = [name for name, m in self.state.model.named_modules() if isinstance(m, kinds) and m.training]
-        unit, shares, right = self._shares() if verdict in ("factor", "direction") and not differ else ("", (), ())
-        return likely_causes(
-            verdict,
-            factors=[gap.factor for gap in gaps.values() if gap.kind in _KINDS[2:]],
-            is_partial=any(gap.kind == "exact" for gap in gaps.values()),
-            parts=len(self.batches.parts),
-            rows=self.batches.rows,
-            differ=differ,
-            outside=set(differ) <= self.state.parameters_outside().keys(),
-            unit=unit,
-            shares=shares,
-            right_shares=right,
-            same_loss=losses is not None and abs(losses[0] - losses[1]) <= self.tolerance * abs(losses[1]),
-            statistics=layers if len(self.batches.parts) > 1 else (),
-        )
+        statistics = ", ".join(layers[:3]) if num_parts > 1 else ""
+        is_outside, names = set(differ) <= self.state.parameters_outside().keys(), ", ".join(differ[:3])
+        is_factor, is_direction = verdict == "factor", verdict == "direction"
+        unit, shares, right = self._shares() if (is_factor or is_direction) and not differ else ("", (), ())
+        factors = [gap.factor for gap in gaps.values() if gap.kind in _KINDS[2:]]
+        is_low, is_high = (is_factor and ranks > 1 and _near(factors, factor) for factor in (1 / ranks, ranks))
+        is_partial = any(gap.kind == "exact" for gap in gaps.values())
+        lost = "what is used before the gather, and 1 on what is used after it" if is_partial else "everything"
+        relative = [share / wanted if wanted else 0.0 for share, wanted in zip(shares, right)]
+        is_uniform = bool(relative) and relative[0] > 0 and _near(relative, relative[0])  # each unit has one factor
+        is_sum = is_factor and ranks > 1 and _near(right, 1) and _near(shares, 1 / ranks)
+        is_added = micro > 1 and (_near([sum(shares)], micro) or (is_factor and _near(factors, micro)))
+        is_joint = is_direction and not shares and not differ and not statistics  # each gradient depends on all rows
+        is_over_ranks = ranks > 1 and is_joint
+        is_right = losses is not None and abs(losses[0] - losses[1]) <= self.tolerance * abs(losses[1])
+        texts = {
+            f"BatchNorm has statistics of each process and micro-batch alone ({statistics}): "
+            "SyncBatchNorm.convert_sync_batchnorm(model) before wrapping, LayerNorm, or eval() to verify the "
+            "rest.": bool(statistics) and (is_factor or is_direction),
+            f"A parameter outside the model ({names}): no wrapper reduces its gradient. Make the loss a part of the "
+            "model before wrapping it, or call all_reduce_grads_ on its parameters.": bool(differ) and is_outside,
+            f"No wrapper has reduced these gradients ({names}), so the processes hold different ones: the forward went "
+            "past the wrapper (model.module), the last backward was inside no_sync, the model has no wrapper, or DDP "
+            "waits for a parameter that the step does not use (find_unused_parameters=True).": bool(differ)
+            and not is_outside,
+            f"1/{ranks} on everything: a sum over the rows of each process, of which the wrapper takes the mean. "
+            "Multiply it by the number of processes, or use accumulate or global_mean.": is_sum,
+            f"1/{ranks} on {lost}: a gather without gradient (torch.distributed.all_gather, all_gather_no_grad), or a "
+            "loss that is divided by the number of processes already. Use all_gather_with_grad or gather_rows.": is_low,
+            f"{ranks} on what is used after the gather, such as a learned temperature, and 1 on the rest: the loss is "
+            "multiplied by the number of processes to make up for a gather without gradient. Use all_gather_with_grad "
+            "or gather_rows, and no factor.": is_high and is_partial,
+            f"{ranks} on everything: the loss is multiplied by the number of processes, or the gradients are added "
+            "where the gather expects a mean: gradient_reduction='sum' if the wrapper adds them.": is_high
+            and not is_partial,
+            f"{micro:g} times: {micro:g} micro-batches are added up without dividing. Divide each mean by their "
+            "number, or use accumulate, which divides by the rows of all.": is_added,
+            f"1/{micro:g}: the loss is divided by the number of micro-batches twice, or by that number although it is "
+            "divided by the rows of all already.": micro > 1 and is_factor and _near(factors, 1 / micro),
+            f"A mean of means: each {unit} counts {_listed(shares)}, and by its rows or tokens should count "
+            f"{_listed(right)}. Divide by the number of all processes and micro-batches: accumulate, global_mean, "
+            "or the losses of this package.": bool(relative) and not is_uniform,
+            f"A loss of own rows: each {unit} compares its own rows alone, and no weights make that the loss of all "
+            "rows. Gather the rows with their gradient (gather_rows, or a loss of this package); over micro-batches "
+            "use pooled_backward or a queue.": bool(shares) and not right and not statistics,
+            "The loss is right and its gradient is not: own rows are compared with gathered rows, and what the losses "
+            "of other processes say about the own rows is missing (m of N parts in one term). Gather with "
+            "backward='reduce_scatter', or compute the whole loss from gathered rows on every "
+            "process.": is_over_ranks and is_right,
+            "Labels or places that number the rows of each process (arange(len(rows)), rank * len(rows)); a padded "
+            "gather; or, with uneven rows, a mean over each process's own rows against the rows of all. Use "
+            "gather_rows and a global mean, and add the number of rows before.": is_over_ranks,
+            "Micro-batches that count by something else than their rows or tokens: a mean that is passed as a sum, or "
+            "a count that leaves out a term. Pass sums, or num_items with a mean.": micro > 1 and is_joint,
+            "No gradient arrives: a gather without gradient and without the own rows put back, a detach, a no_grad, or "
+            "a parameter that this step uses on no process.": verdict == "missing",
+            "Dropout, augmentation or sampling inside the step: pass disable_dropout=True, and draw before the step. "
+            "Or a queue that the step changes outside modules: make it a module, and pass it as "
+            "losses=.": verdict == "random",
+        }
+        return tuple(text for text, fits in texts.items() if fits)
 
     def _shares(self) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
         """Return units of rows, what each counts in the gradient, and should count; empty if no such numbers exist.
@@ -305,6 +359,15 @@ class _Proof:
                 flat = whole(like if grad is None else grad).flatten() * (grad is not None)
                 samples.append(flat[:: max(1, len(flat) // _SAMPLED)][: 2 * _SAMPLED].double().cpu())
         return torch.cat(samples)
+
+
+def _near(factors: Sequence[float], wanted: float) -> bool:
+    """Return True if every factor is about ``wanted``."""
+    return bool(factors) and all(abs(factor - wanted) <= 0.01 * wanted for factor in factors)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers[:8])
 
 
 def _combination(columns: Tensor, target: Tensor, tolerance: float) -> tuple[float, ...]:

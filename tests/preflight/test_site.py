@@ -17,20 +17,15 @@ pytestmark = pytest.mark.slow
 
 
 @only_simulated
-def test_a_wrong_current_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated device stays at device 0, whatever is set: with two devices to see, that is wrong for rank 1."""
+def test_the_launcher_may_show_one_device_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(command, "CHECKS", {"placement": checks.placement})
-    outcomes = {}
     for visible in (1, 2):
         monkeypatch.setattr(Backend, "device_count", lambda self, visible=visible: visible)
         with site.open_site("gloo", "sim", 60) as opened:
             assert opened.device == torch.device("sim", visible - 1)
             (result,) = command.run_checks(opened)
-        outcomes[visible] = (result.outcome, result.detail)
-    assert outcomes[1] == ("passed", "device 0, of 1 that the process sees")
-    assert outcomes[2][0] == "FAILED"
-    assert "the current device is 0, but LOCAL_RANK is 1" in outcomes[2][1]
+        assert result[1:] == ("passed", f"device 0, of {visible} that the process sees")
 
 
 def _placed(*places: Place) -> list[str]:
@@ -44,16 +39,16 @@ def _placed(*places: Place) -> list[str]:
 
 
 def test_ranks_on_one_device_are_found() -> None:
-    both = _placed(Place("a", None, 0, 2, ""), Place("a", None, 0, 2, ""))
+    both = _placed(Place("a", 0, 2, ""), Place("a", 0, 2, ""))
     assert both[0] == "computes on device 0, and so does rank 1; LOCAL_RANK is not set"
     assert "rank 0" in both[1]
-    named = _placed(Place("a", 0, 0, 1, "x"), Place("a", 1, 0, 1, "x"))
+    named = _placed(Place("a", 0, 1, "x"), Place("a", 0, 1, "x"))
     assert "and so does rank 1" in named[0]
     for right in (
-        [Place("a", 0, 0, 2, ""), Place("a", 1, 1, 2, "")],
-        [Place("a", 0, 0, 2, ""), Place("b", 0, 0, 2, "")],
-        [Place("a", 0, 0, 1, "x"), Place("a", 1, 0, 1, "y")],
-        [Place("a", 0, 0, 1, ""), Place("a", 1, 0, 1, "")],
+        [Place("a", 0, 2, ""), Place("a", 1, 2, "")],
+        [Place("a", 0, 2, ""), Place("b", 0, 2, "")],
+        [Place("a", 0, 1, "x"), Place("a", 0, 1, "y")],
+        [Place("a", 0, 1, ""), Place("a", 0, 1, "")],
     ):
         assert all(text.startswith("device ") for text in _placed(*right)), right
 

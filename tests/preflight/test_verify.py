@@ -242,7 +242,10 @@ def test_faults(rank: int) -> None:
 
     assert fr.verify_step(with_our_group, model, batch).is_exact  # a group of this package's calls is exchanged
     odd = {"rows": batch[0], "number": rank}
-    rows = {
+    rows: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+        "step: expected a function": (None if rank else global_mean, model, batch, {}),
+        "model: expected a module": (global_mean, None if rank else model, batch, {}),
+        "losses: expected modules": (global_mean, model, batch, {"losses": [model] if rank else [1]}),
         "a group of its own": (of_group, model, batch, {}),
         "no wrapped model but the one": (lambda m, b: bce(other, b).backward(), model, batch, {}),
         "a fault of one rank": (lambda m, b: rank and {}["a fault of one rank"], model, batch, {}),
@@ -284,6 +287,14 @@ def test_a_loader_is_no_batch(loader: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"^batch: expected a batch, or a list of micro-batches, got "):
         fr.verify_step(step, model, loader(batches))
     assert fr.verify_step(step, model, batches).verdict != "exact"  # the control
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_scaler_is_named_where_there_is_one(is_scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+    with pytest.raises(ValueError, match=r"NaN or infinite ones\. Look for NaN") as caught:
+        fr.verify_step(lambda m, b: (m(b).sum() * math.nan).backward(), nn.Linear(1, 1), torch.ones(2, 1))
+    assert ("GradScaler" in str(caught.value)) == is_scaled == scaler.is_enabled()
 
 
 def test_batches_are_joined() -> None:
