@@ -31,10 +31,12 @@ from .vocabulary import (
     OF_ROWS,
     WHOLE,
     Gradients,
+    Rows,
     Vocabulary,
     check_labels,
     check_range,
-    counted,
+    check_shards,
+    prepared,
     read_head,
     without_autocast,
 )
@@ -131,62 +133,68 @@ def causal_lm_loss(
         >>> causal_lm_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 2, -100]]))
         tensor(1.3863)
     """
-    check_int("ignore_index", ignore_index)
-    for name in unused:  # a keyword that is almost one of ours is a typing mistake, not one of transformers
-        for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__ or (), n=1, cutoff=0.85):
-            raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
     if shift_labels is not None:
         labels, shift = shift_labels, False
-    if num_items_in_batch is not None:
-        if num_items is not None:
+    number = num_items if num_items_in_batch is None else num_items_in_batch
+
+    def prepare() -> Rows:
+        check_int("ignore_index", ignore_index)
+        for name in unused:  # a keyword that is almost one of ours is a typing mistake, not one of transformers
+            for ours in difflib.get_close_matches(name, causal_lm_loss.__kwdefaults__ or (), n=1, cutoff=0.85):
+                raise TypeError(f"causal_lm_loss: got the keyword {name}. Use {ours}.")
+        if num_items is not None and num_items_in_batch is not None:
             raise ValueError(expected("num_items_in_batch", "None with num_items, which means the same", "both"))
-        num_items = num_items_in_batch
-    if check_choice("reduction", reduction, ("mean", "sum")) == "sum" and num_items is not None:
-        raise ValueError(expected("num_items", 'None with reduction="sum", which divides by nothing', num_items))
-    check_amount("z_loss", z_loss)
-    check_between("label_smoothing", label_smoothing, 0.0, 1.0)
-    if softcap is not None:
-        check_positive("softcap", softcap)
-    settings: dict[str, Any] = {"softcap": softcap, "z_loss": z_loss, "smoothing": label_smoothing}
-    if weight is None:
-        if bias is not None:
-            raise ValueError(expected("bias", "None without weight", bias, "Pass hidden states and the weight too."))
-        _check_logits(logits)
-        vocabulary = Vocabulary(size := logits.shape[-1], **settings)
-    else:
-        vocabulary, own_weight, bias = read_head("causal_lm_loss", logits, weight, bias, **settings)
-        size = vocabulary.size
-    labels = check_labels("labels", labels, logits, "logits" if weight is None else "hidden")
-    if vocab_size is not None and vocab_size != size:
-        raise ValueError(expected("vocab_size", f"{size}, the number of logits of a token", vocab_size))
-    targets = labels.to(torch.int64)
-    if document_ids is not None:
-        if not shift:
-            raise ValueError(expected("document_ids", "None with labels that are shifted", "both", SHIFTED_DOCUMENTS))
-        within = F.pad(same_document("document_ids", document_ids, labels), (1, 0), value=True)
-        targets = targets.masked_fill(~within, ignore_index)
-    if shift:
-        targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
-    valid = targets != ignore_index
-    if validate_args and has_values(targets) and not is_within(labels, ignore_index, size):
-        check_range("labels", targets, valid, size, f"ignore_index={ignore_index}")
-    if weight is None:
-        total = _sum_over_logits(vocabulary, logits, targets, valid, ignore_index)
-    else:
-        total = _sum_over_hidden(vocabulary, logits, own_weight, bias, targets, valid)
+        if check_choice("reduction", reduction, ("mean", "sum")) == "sum" and number is not None:
+            raise ValueError(expected("num_items", 'None with reduction="sum", which divides by nothing', number))
+        check_amount("z_loss", z_loss)
+        check_between("label_smoothing", label_smoothing, 0.0, 1.0)
+        if softcap is not None:
+            check_positive("softcap", softcap)
+        settings: dict[str, Any] = {"softcap": softcap, "z_loss": z_loss, "smoothing": label_smoothing}
+        if weight is None:
+            if bias is not None:
+                raise ValueError(
+                    expected("bias", "None without weight", bias, "Pass hidden states and the weight too.")
+                )
+            _check_logits(logits)
+            head: Any = Vocabulary(logits.shape[-1], **settings), None, None
+        else:
+            head = read_head("causal_lm_loss", logits, weight, bias, **settings)
+        size = head[0].size
+        checked = check_labels("labels", labels, logits, "logits" if weight is None else "hidden")
+        if vocab_size is not None and vocab_size != size:
+            raise ValueError(expected("vocab_size", f"{size}, the number of logits of a token", vocab_size))
+        targets = checked.to(torch.int64)
+        if document_ids is not None:
+            if not shift:
+                what = "None with labels that are shifted"
+                raise ValueError(expected("document_ids", what, "both", SHIFTED_DOCUMENTS))
+            within = F.pad(same_document("document_ids", document_ids, checked), (1, 0), value=True)
+            targets = targets.masked_fill(~within, ignore_index)
+        if shift:
+            targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
+        valid = targets != ignore_index
+        if validate_args and has_values(targets) and not is_within(checked, ignore_index, size):
+            check_range("labels", targets, valid, size, f"ignore_index={ignore_index}")
+        return Rows(head[0], logits, *head[1:], targets, valid)
+
+    rows = prepared("causal_lm_loss", weight, prepare)
+    total = _sum_over_logits(rows, ignore_index) if weight is None else _sum_over_hidden(rows)
     if reduction == "sum":
         return total
-    if num_items is None:
-        return note_kind(local_mean(total, valid.sum()), mean=True)
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ValueError(expected("num_items", "one element", num_items, "Add the counts first."))
-        return local_mean(total, num_items.detach().reshape(()))
-    return total / (check_amount("num_items", num_items) or 1)
+    if number is None:
+        return note_kind(local_mean(total, rows.valid.sum()), mean=True)
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            raise ValueError(expected("num_items", "one element", number, "Add the counts first."))
+        return local_mean(total, number.detach().reshape(()))
+    return total / (check_amount("num_items", number) or 1)
 
 
-def _sum_over_logits(vocabulary: Vocabulary, logits: Any, targets: Tensor, valid: Tensor, ignore_index: int) -> Tensor:
+def _sum_over_logits(rows: Rows, ignore_index: int) -> Tensor:
     """Return the sum of the losses from logits (..., T, V)."""
+    logits: Any
+    vocabulary, logits, _, _, targets, valid = rows
     is_sharded = hasattr(logits, "full_tensor")
     own = logits.to_local() if is_sharded else logits
     # Zeros where the label does not count: a NaN there would reach the gradient as 0 * NaN. The logits are the largest
@@ -263,32 +271,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 @functools.partial(not_compiled, reason=OF_ROWS)
-def _sum_over_hidden(
-    vocabulary: Vocabulary, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, valid: Tensor
-) -> Tensor:
-    """Return the sum of the losses of the ``targets`` (..., T) that are ``valid``, from ``hidden`` (..., T, D)."""
-    x, targets, _ = counted(hidden, targets, valid)
+def _sum_over_hidden(rows: Rows) -> Tensor:
+    """Return the sum of the losses of the valid targets from hidden states (..., T, D)."""
+    x, targets, _ = rows.counted()
+    factors = x, rows.weight, rows.bias
     if not torch.is_grad_enabled():
-        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    return _LinearCrossEntropy.apply(vocabulary, x, weight, bias, targets)
+        factors = tuple(None if factor is None else factor.detach() for factor in factors)
+    return _LinearCrossEntropy.apply(rows.vocabulary, *factors, targets)
 
 
 def _check_shards(logits: Any) -> None:
     """Raise TypeError or ValueError, the same on every rank, for a DTensor that torch's loss parallel does not take."""
-    dim, size, num_ranks = logits.ndim - 1, logits.shape[-1], logits.device_mesh.size()
-    name, on_vocabulary = "logits", [placement.is_shard(dim) for placement in logits.placements]
-    if on_vocabulary != [True]:
-        what = "a plain tensor, or a DTensor sharded on the vocabulary over a mesh of one dimension"
-        got = Words(f"a DTensor with placements {logits.placements}")
-        own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
-        raise TypeError(expected(name, what, got, own if any(on_vocabulary) else WHOLE))
+    own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
+    dim = logits.ndim - 1
+    check_shards("logits", logits, dim, own if any(each.is_shard(dim) for each in logits.placements) else WHOLE)
     if not loss_parallel_is_active():
         what = "a DTensor sharded on the vocabulary inside of loss_parallel()"
         fix = "Enter torch.distributed.tensor.parallel.loss_parallel(), for the backward too, or use full_tensor()."
-        raise ValueError(expected(name, what, Words("one outside of it"), fix))
-    if -(-size // num_ranks) * (num_ranks - 1) >= size:  # torch would wait for ranks that leave out a collective
-        got = Words(f"{size} over {num_ranks} ranks")
-        raise ValueError(expected(name, "a part of the vocabulary on every rank", got, "Use full_tensor()."))
+        raise ValueError(expected("logits", what, Words("one outside of it"), fix))
 
 
 def _as_sharded(rows: Tensor, logits: Any) -> Tensor:

@@ -16,11 +16,12 @@ from .causal_lm import causal_lm_loss
 from .vocabulary import (
     OF_ROWS,
     Gradients,
+    Rows,
     Vocabulary,
     at_least,
     check_labels,
     check_range,
-    counted,
+    prepared,
     read_head,
     without_autocast,
 )
@@ -115,8 +116,8 @@ def token_log_probs(
 
     Degenerate: without a token that is needed all gradients are 0.
     Numerics: half precision is computed in float32. A second derivative raises.
-    Distributed: nothing travels. With a ``weight`` that is sharded on V the ranks reduce the maxima and the sums of
-        each block of rows, and in the backward the gradient of the hidden states once.
+    Distributed: nothing travels. The ranks of a ``weight`` sharded on V agree on the rows, reduce the maxima and the
+        sums of each block of rows, and in the backward the gradient of the hidden states once.
 
     Example:
         >>> import torch
@@ -124,19 +125,24 @@ def token_log_probs(
         >>> token_log_probs(hidden, torch.tensor([[2, -100]]), weight=weight)
         tensor([[-1.3863,  0.0000]])
     """
-    check_temperature(temperature)
-    if softcap is not None:
-        check_positive("softcap", softcap)
-    check_int("ignore_index", ignore_index)
-    if not isinstance(return_entropy, bool):
-        raise TypeError(expected("return_entropy", "True or False", return_entropy))
-    settings = {"softcap": softcap, "temperature": temperature}
-    vocabulary, weight, bias = read_head("token_log_probs", hidden, weight, bias, **settings)
-    targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)
-    valid = targets != ignore_index
-    if validate_args:
-        check_range("tokens", targets, valid, vocabulary.size, f"ignore_index={ignore_index}")
-    x, targets, places = counted(hidden, targets, valid)
-    found = _LinearLogProbs.apply(vocabulary, x, weight, bias, targets, return_entropy)
-    filled = found.new_zeros(len(found), valid.numel()).index_copy(1, places, found).unflatten(1, tokens.shape)
+
+    def prepare() -> Rows:
+        check_temperature(temperature)
+        if softcap is not None:
+            check_positive("softcap", softcap)
+        check_int("ignore_index", ignore_index)
+        if not isinstance(return_entropy, bool):
+            raise TypeError(expected("return_entropy", "True or False", return_entropy))
+        settings = {"softcap": softcap, "temperature": temperature}
+        vocabulary, own_weight, own_bias = read_head("token_log_probs", hidden, weight, bias, **settings)
+        targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)
+        valid = targets != ignore_index
+        if validate_args:
+            check_range("tokens", targets, valid, vocabulary.size, f"ignore_index={ignore_index}")
+        return Rows(vocabulary, hidden, own_weight, own_bias, targets, valid)
+
+    rows = prepared("token_log_probs", weight, prepare)
+    x, targets, places = rows.counted()
+    found = _LinearLogProbs.apply(rows.vocabulary, x, rows.weight, rows.bias, targets, return_entropy)
+    filled = found.new_zeros(len(found), tokens.numel()).index_copy(1, places, found).unflatten(1, tokens.shape)
     return filled if return_entropy else filled[0]

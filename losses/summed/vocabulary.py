@@ -9,7 +9,7 @@ row of z, its sums, and at the end the gradients of x.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...distributed.exchange import Exchange
-from ...distributed.torch_private import is_sharded_by_fsdp
+from ...distributed.header import Checksum, Offer, agree_on
+from ...distributed.torch_private import is_sharded_by_fsdp, not_compiled
 from ...errors import Words, check_tensor, expected
 from ..rows import check_device, check_values, compute_dtype, is_integer
 
@@ -25,6 +26,8 @@ WHOLE = "Use full_tensor(), or to_local() where each rank holds whole sequences.
 OF_ROWS = (
     "the number of tokens that count is known only when it runs, so it runs eagerly. Compile without fullgraph=True"
 )
+SAME_ROWS = "The ranks that share the vocabulary of a weight pass the same rows."
+_MIX = (-7046029254386353131, -4417276706812531889)  # odd multipliers of a 64-bit hash
 LEAST_ROWS = 256  # of a block: fewer would read the weight more often than the products take
 
 
@@ -202,20 +205,10 @@ def read_head(
         raise ValueError(expected("bias", f"shape ({len(weight)},), that of a row for each token", bias))
     if bias is not None and hasattr(bias, "full_tensor") != is_sharded:
         raise TypeError(expected("bias", f"a {type(weight).__name__}, as weight", Words(type(bias).__name__)))
-    exchange, first = _part_of(call, weight) if is_sharded else (None, 0)
-    if is_sharded and bias is not None:
-        if (bias.device_mesh, bias.placements) != (weight.device_mesh, weight.placements):
-            raise TypeError(expected("bias", f"placements {weight.placements}, as weight", bias.placements))
-        bias = bias.to_local()
-    vocabulary = Vocabulary(len(weight), **settings, exchange=exchange, first=first)
-    weight = weight.to_local() if is_sharded else weight
     for name in [*tensors][1:]:
         check_device(name, tensors[name], hidden, "hidden")
-    return vocabulary, weight, bias
-
-
-def _part_of(call: str, weight: Any) -> tuple[Exchange, int]:
-    """Return the exchange between the ranks that share a DTensor, and the first row that this rank has of it."""
+    if not is_sharded:
+        return Vocabulary(len(weight), **settings), weight, bias
     if is_sharded_by_fsdp(weight):
         what = "the whole weight, or a DTensor that tensor parallelism shards on the vocabulary"
         fix = (
@@ -223,16 +216,71 @@ def _part_of(call: str, weight: Any) -> tuple[Exchange, int]:
             'in a method of the module, registered with register_fsdp_forward_method(module, "name").'
         )
         raise ValueError(expected("weight", what, Words("a part that FSDP2 holds between forwards"), fix))
-    if [placement.is_shard(0) for placement in weight.placements] != [True]:
-        what = "a plain tensor, or a DTensor sharded on dim 0, the vocabulary, over a mesh of one dimension"
-        got = Words(f"a DTensor with placements {weight.placements}")
-        raise TypeError(expected("weight", what, got, "Use full_tensor(), or to_local() where each rank holds it all."))
+    check_shards("weight", weight, 0, "Use full_tensor(), or to_local() where each rank holds it all.")
     mesh, size = weight.device_mesh, len(weight)
-    share = -(-size // mesh.size())
-    if share * (mesh.size() - 1) >= size:
-        got = Words(f"{size} rows over {mesh.size()} ranks")
-        raise ValueError(expected("weight", "a part of the vocabulary on every rank", got, "Use full_tensor()."))
-    return Exchange(call, mesh.get_group()), share * mesh.get_local_rank()
+    if bias is not None and (bias.device_mesh, bias.placements) != (mesh, weight.placements):
+        raise TypeError(expected("bias", f"placements {weight.placements}, as weight", bias.placements))
+    first = -(-size // mesh.size()) * mesh.get_local_rank()
+    vocabulary = Vocabulary(size, **settings, exchange=Exchange(call, mesh.get_group()), first=first)
+    return vocabulary, weight.to_local(), None if bias is None else bias.to_local()
+
+
+def check_shards(name: str, tensor: Any, dim: int, fix: str) -> None:
+    """Raise TypeError or ValueError unless a DTensor is sharded on ``dim`` alone, with a part on every rank."""
+    num_ranks, size = tensor.device_mesh.size(), tensor.shape[dim]
+    if not is_shared(tensor, dim):
+        what = f"a plain tensor, or a DTensor sharded on dim {dim}, the vocabulary, over a mesh of one dimension"
+        raise TypeError(expected(name, what, Words(f"a DTensor with placements {tensor.placements}"), fix))
+    if -(-size // num_ranks) * (num_ranks - 1) >= size:  # torch would wait for ranks that leave out a collective
+        got = Words(f"{size} over {num_ranks} ranks")
+        raise ValueError(expected(name, "a part of the vocabulary on every rank", got, "Use full_tensor()."))
+
+
+def is_shared(tensor: Any, dim: int) -> bool:
+    """Return whether a tensor is a DTensor that the ranks of a mesh of one dimension share on ``dim``."""
+    return hasattr(tensor, "full_tensor") and [placement.is_shard(dim) for placement in tensor.placements] == [True]
+
+
+class Rows(NamedTuple):
+    """The checked rows of a call, and this rank's part of the last layer."""
+
+    vocabulary: Vocabulary
+    hidden: Tensor  # (..., T, D), or logits (..., T, V)
+    weight: Any
+    bias: Any
+    targets: Tensor  # (..., T) int64
+    valid: Tensor  # (..., T) bool
+
+    def counted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows (N, D) that are valid, their targets and places; the host waits once, for their number."""
+        places = self.valid.flatten().nonzero()[:, 0]
+        return *(rows.index_select(0, places) for rows in (self.hidden.flatten(0, -2), self.targets.flatten())), places
+
+    @property
+    def checksum(self) -> Tensor:
+        """A hash of the targets that are valid, and of their places."""
+        targets = self.targets.where(self.valid, -1).flatten()
+        mixed = (targets ^ torch.arange(1, len(targets) + 1, device=targets.device) * _MIX[0]) * _MIX[1]
+        return ((mixed ^ (mixed >> 32)) * _MIX[0]).sum()
+
+
+def prepared(call: str, weight: Any, prepare: Callable[[], Rows]) -> Rows:
+    """Return ``prepare()``; ranks that share a weight all raise if one of them does, or if their rows differ."""
+    if not is_shared(weight, 0) or is_sharded_by_fsdp(weight):
+        return prepare()
+    return _agreed(call, weight, prepare)
+
+
+@functools.partial(not_compiled, reason=OF_ROWS)
+def _agreed(call: str, weight: Any, prepare: Callable[[], Rows]) -> Rows:
+    def bring() -> Offer[Rows]:
+        rows = prepare()
+        settings = rows.vocabulary._replace(exchange=None, first=0)
+        needs_grad = torch.is_grad_enabled() and rows.hidden.requires_grad
+        facts = {"rows": tuple(rows.targets.shape), "settings": settings, "gradient of hidden": needs_grad}
+        return Offer(rows, facts, checksum=Checksum(rows.checksum, "labels", SAME_ROWS))
+
+    return agree_on(call, weight.device_mesh.get_group(), bring).value
 
 
 def check_labels(name: str, labels: Any, rows: Tensor, rows_name: str) -> Tensor:
@@ -256,9 +304,3 @@ def check_range(name: str, targets: Tensor, valid: Tensor, size: int, ignored: s
     if bool(bad.any()):
         what = f"token indices in [0, {size}) or {ignored}"
         raise ValueError(expected(name, what, int(targets[bad][0]), "Give padding the label ignore_index."))
-
-
-def counted(hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows (N, D) that are ``valid``, their targets and places; the host waits once, for their number."""
-    places = valid.flatten().nonzero()[:, 0]
-    return hidden.flatten(0, -2).index_select(0, places), targets.flatten().index_select(0, places), places

@@ -207,7 +207,7 @@ def test_other_dtensors(rank: int) -> None:
         ([Replicate(), Shard(2)], "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of"),
     ):
         logits = sharded(whole, *placements)
-        what = "logits: expected a plain tensor, or a DTensor sharded on the vocabulary over a mesh of one dimension"
+        what = "logits: expected a plain tensor, or a DTensor sharded on dim 2, the vocabulary, over a mesh"
         for context in (nullcontext(), loss_parallel()):
             with context:
                 kind, text = common_error(partial(causal_lm_loss, logits, labels))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -438,3 +439,26 @@ def test_a_padded_vocabulary_has_the_entropy_of_its_words() -> None:
         outcomes.append(torch.cat([*found, *torch.autograd.grad(found.square().sum(), leaves[0])[0]]))
     torch.testing.assert_close(outcomes[1], outcomes[0], **LIMIT)
     assert not torch.allclose(outcomes[2], outcomes[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("verb", ["causal_lm_loss", "token_log_probs"])
+@on_ranks(2)
+def test_ranks_that_share_a_vocabulary_raise_together(rank: int, verb: str) -> None:
+    """In the first step and after a right one. The control: without the agreement other rows give another number."""
+    (hidden, weight, _), labels = make()
+    call, head = partial(getattr(fullrank, verb), weight=spread(weight)), hidden.detach().requires_grad_()
+    other, frozen = labels.where((labels < 0) | (rank == 0), SIZE - 1 - labels), hidden.detach() if rank else head
+    for _ in range(2):
+        for given, options, kind, text in (
+            ((head, labels + 11 * rank), {}, "ValueError", "token indices in [0, 11)"),
+            ((head, labels.float() if rank else labels), {}, "TypeError", "expected integer token indices"),
+            ((head, labels), {"softcap": -1.0 if rank else None}, "ValueError", "softcap"),
+            ((head, other), {}, "RuntimeError", vocabulary.SAME_ROWS),
+            ((head[rank:], labels[rank:]), {}, "ValueError", "rows"),
+            ((frozen, labels), {}, "ValueError", "gradient of hidden"),
+        ):
+            found = common_error(partial(call, *given, **options))
+            assert (found[0], text in found[1]) == (kind, True), found
+        right = call(head, labels)
+    with mock.patch.object(vocabulary, "_agreed", lambda call, weight, prepare: prepare()):
+        assert not torch.allclose(call(head, other), right)
