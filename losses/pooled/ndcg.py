@@ -37,8 +37,7 @@ from ..rows import (
     weight_of_rows,
 )
 from .base import NO_QUERY
-from .pool import REDUCTIONS, PerClass, Reduction, reduce_values
-from .query_blocks import query_blocks
+from .pool import REDUCTIONS, PerClass, Reduction, query_blocks, reduce_values
 
 SPREAD_MULTIPLE = 0.1  # of the spread of the scores: the automatic temperature
 NO_GRADES = Empty(

@@ -11,12 +11,12 @@ from torch import Tensor
 from ...distributed.torch_private import not_compiled
 from ...errors import check_choice, check_number, check_positive, expected, of_percent
 from ...kernels.below_levels import Carriers, below_levels, shares_below
+from ...kernels.entropic_risk import entropic_risk
 from ...kernels.pairs import places_of
 from ...kernels.quantiles import INTERPOLATIONS, Levels, upper_levels
 from ...kernels.sigmoid_sums import sigmoid_sums_of_classes
 from ..rows import has_values
 from .pool import PerClass, Pool, positive_shares, propagate_nan
-from .soft_maximum import soft_maximum
 
 Surrogate = Literal["trapezoid", "pairwise", "dro"]
 TauScale = Literal["iqr", "band"]
@@ -151,9 +151,7 @@ def missed_area(
     else:
         rivals = _in_band(pool, negative, thresholds)
         valid = valid & rivals.any(dim=1)
-        pairs = _compact(pool.scores, numerator, share, rivals, pool.key_weight)
-        pairs = _filled(pairs, thresholds, valid)
-        share, missed = pairs.share, _mean_over_rivals(pairs, thresholds.tau)
+        share, missed = _mean_over_rivals(pool, thresholds, valid, numerator, share, rivals)
         losses = propagate_nan((missed * share).sum(dim=1) * valid, pool)
     stats = None
     if with_stats:
@@ -193,16 +191,43 @@ def _soft_area(pool: Pool, area: PartialArea, with_stats: bool, whole: Threshold
     if area.scale is not None or with_stats:
         thresholds = _thresholds(pool, _reference(pool, area), area, 1.0, whole)
         scales = None if area.scale is None else thresholds.tau.double()
-    found = soft_maximum(pool, area.beta, pool.iid, live, scales, area.dro_lambda, with_stats)
-    values, valid = found.per_class
+    (values, valid), tilts, variance = soft_maximum(
+        pool, area.beta, pool.iid, live, scales, area.dro_lambda, with_stats
+    )
     if thresholds is not None and scales is not None:
         numerator = pool.positive if live is None else pool.positive & live
         flat = positive_shares(pool, numerator)[1] & (thresholds.has_reference ^ thresholds.resolved)
         values = values.masked_fill(~(thresholds.resolved | values.isnan()), 0.0)
         valid = valid & thresholds.resolved
     if thresholds is not None and with_stats:
-        stats = _stats_of(pool, thresholds, valid, found.variance)
-    return MissedArea(PerClass(values, valid), flat, stats, found.tilts)
+        stats = _stats_of(pool, thresholds, valid, variance)
+    return MissedArea(PerClass(values, valid), flat, stats, tilts)
+
+
+def soft_maximum(
+    pool: Pool,
+    budget: float,
+    iid: Tensor | None = None,
+    live: Tensor | None = None,
+    scales: Tensor | None = None,
+    tilt: float | None = None,
+    with_variance: bool = False,
+) -> tuple[PerClass, Tensor, Tensor]:
+    """Return for each class the mean over its positives of the soft maximum over its negatives, lambda, and a variance.
+
+    A class is valid if it has a positive of positive weight and a negative. ``iid`` (M,) are the negatives and ``live``
+    (M,) the positives that count, None for all; differences of scores are divided by ``scales`` (C,) float64.
+    ``tilt`` is a lambda instead of the ``budget``. Lambda (C,) float64 is 1 where not valid; the variance (C,) float64,
+    of the losses of the positives, is empty if it is not asked for.
+    """
+    scores = pool.scores.contiguous()
+    if scores.shape[1] == 0:
+        zero, one = scores.sum(dim=1, dtype=torch.float64), scores.new_ones(len(scores), dtype=torch.float64)
+        return PerClass(zero, one == 0), one, zero.detach()
+    with_grad = torch.is_grad_enabled() and scores.requires_grad
+    rows = scores, pool.positive, pool.member, iid, live, pool.weight, pool.key_weight, scales
+    loss, _, valid, tilts, variance = entropic_risk(*rows, budget, tilt, pool.num_positive, with_grad, with_variance)
+    return PerClass(loss, valid), tilts, variance
 
 
 def _reference(pool: Pool, area: PartialArea) -> Tensor:
@@ -226,39 +251,50 @@ def _thresholds(
     return found._replace(tau=whole.tau.expand_as(found.tau), resolved=found.has_reference & whole.resolved)
 
 
-class _Rivals(NamedTuple):
-    """The positives and their rivals: in each class the entries first, then padding."""
-
-    is_positive: Tensor | None  # [C, P] bool, False for padding; None without any
-    positives: Tensor  # [C, P] scores
-    share: Tensor  # [C, P] of the positives in the mean
-    is_rival: Tensor | None  # [C, K] bool
-    rivals: Tensor  # [C, K] scores
-    mass: Tensor | None  # [C, K] weights of the rivals, None for 1
-
-
-def _filled(pairs: _Rivals, thresholds: Thresholds, valid: Tensor) -> _Rivals:
-    """Return the pairs with values that have no effect in the padding and in classes that are not ``valid``."""
-    mask, positives, share, inside, rivals, mass = pairs
-    filling = _filling(thresholds, valid)
-    kept = valid[:, None]
-    positives = torch.where(kept if mask is None else mask & kept, positives, filling)
-    rivals = torch.where(kept if inside is None else inside & kept, rivals, filling)
-    share = share if mask is None else share * mask
-    mass = None if mass is None else torch.where(kept, mass, 1.0)
-    return _Rivals(mask, positives, share, inside, rivals, mass)
-
-
-def _mean_over_rivals(pairs: _Rivals, tau: Tensor) -> Tensor:
-    """Return for each positive the weighted mean over its rivals of s((rival - positive) / tau), (C, P)."""
-    inside, rivals, mass = pairs.is_rival, pairs.rivals, pairs.mass
-    part = rivals.new_full(rivals.shape, 1 / max(1, rivals.shape[1]))  # of each rival, 1 in each class
-    if inside is not None or mass is not None:
-        part = torch.ones_like(rivals) if mass is None else mass.to(rivals)
-        part = part if inside is None else part * inside
+def _mean_over_rivals(
+    pool: Pool, thresholds: Thresholds, valid: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the share of each positive, and its weighted mean over rivals of s((rival - positive) / tau), (C, P)."""
+    is_positive, positives, share, is_rival, points, mass = _compact(pool, numerator, share, rivals)
+    # In the padding, and in classes that are not valid, a score that neither widens their range nor gives NaN.
+    kept, lowest = valid[:, None], thresholds.edges.base[:, -1:]
+    filling = torch.where((lowest - lowest == 0) & kept, lowest, 0.0)  # isfinite takes four operators
+    positives = torch.where(kept if is_positive is None else is_positive & kept, positives, filling)
+    points = torch.where(kept if is_rival is None else is_rival & kept, points, filling)
+    part = points.new_full(points.shape, 1 / max(1, points.shape[1]))  # of each rival, 1 in each class
+    if is_rival is not None or mass is not None:
+        part = torch.ones_like(points) if mass is None else torch.where(kept, mass, 1.0).to(points)
+        part = part if is_rival is None else part * is_rival
         total = part.sum(dim=1, keepdim=True)
         part = part / torch.where(total > 0, total, 1.0)
-    return sigmoid_sums_of_classes(pairs.positives, rivals, part[:, :, None], tau).squeeze(2)
+    means = sigmoid_sums_of_classes(positives, points, part[:, :, None], thresholds.tau).squeeze(2)
+    return share if is_positive is None else share * is_positive, means
+
+
+def _compact(
+    pool: Pool, numerator: Tensor, share: Tensor, rivals: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return the positives in ``numerator`` and the rivals, of each class first its entries, then padding.
+
+    They are a mask (C, P), None without padding, their scores and shares; and a mask (C, K), scores and weights, None
+    for 1. P and K are the largest numbers of any class, read at once, so the device is waited for once. Where values
+    cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
+    """
+    scores, weight = pool.scores, pool.key_weight
+    weight = None if weight is None else weight.expand_as(scores)
+    if scores.shape[0] == 0 or not has_values(numerator):
+        return numerator, scores, share, rivals, scores, weight
+    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
+    sizes = torch.stack([count.max() for count in counts]).tolist()
+    if scores.shape[0] == 1:
+        both = torch.cat([numerator[0], rivals[0]])
+        rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
+        positives, points = scores.index_select(1, rows).split(sizes, dim=1)
+        mass = None if weight is None else weight.index_select(1, rows[sizes[0] :])
+        return None, positives, share.index_select(1, rows[: sizes[0]]), None, points, mass
+    (index, mask), (rival_index, inside) = (places_of(*group) for group in zip((numerator, rivals), counts, sizes))
+    mass = None if weight is None else weight.gather(1, rival_index)
+    return mask, scores.gather(1, index), share.gather(1, index), inside, scores.gather(1, rival_index), mass
 
 
 def _stats_of(pool: Pool, thresholds: Thresholds, valid: Tensor, variance: Tensor) -> dict[str, Tensor]:
@@ -312,33 +348,3 @@ def _in_band(pool: Pool, negative: Tensor, thresholds: Thresholds) -> Tensor:
     at_least_beta, _ = thresholds.edges.take(slice(-1, None)).compare(pool.scores)
     _, at_most_alpha = thresholds.edges.take(0).compare(pool.scores)
     return negative & at_least_beta & at_most_alpha
-
-
-def _compact(scores: Tensor, numerator: Tensor, share: Tensor, rivals: Tensor, weight: Tensor | None) -> _Rivals:
-    """Return the positives in ``numerator`` with their share, and the rivals with their weight.
-
-    P and K are the largest numbers of entries of any class, read at once, so the device is waited for once. Where
-    values cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
-    """
-    if scores.shape[0] == 0 or not has_values(numerator):
-        mass = None if weight is None else weight.expand_as(scores)
-        return _Rivals(numerator, scores, share, rivals, scores, mass)
-    counts = [mask.sum(dim=1) for mask in (numerator, rivals)]  # [C] each
-    sizes = torch.stack([count.max() for count in counts]).tolist()
-    if scores.shape[0] == 1:
-        both = torch.cat([numerator[0], rivals[0]])
-        rows = torch.nonzero_static(both, size=sum(sizes))[:, 0].remainder_(max(1, scores.shape[1]))
-        queries, points = scores.index_select(1, rows).split(sizes, dim=1)
-        mass = None if weight is None else weight.expand_as(scores).index_select(1, rows[sizes[0] :])
-        return _Rivals(None, queries, share.index_select(1, rows[: sizes[0]]), None, points, mass)
-    (index, mask), (rival_index, inside) = (places_of(*group) for group in zip((numerator, rivals), counts, sizes))
-    mass = None if weight is None else weight.expand_as(scores).gather(1, rival_index)
-    queries, points = scores.gather(1, index), scores.gather(1, rival_index)
-    return _Rivals(mask, queries, share.gather(1, index), inside, points, mass)
-
-
-def _filling(thresholds: Thresholds, valid: Tensor) -> Tensor:
-    """Return (C, 1) the lower edge of the band, a score that neither widens the range of the scores nor gives NaN."""
-    lowest = thresholds.edges.base[:, -1:]
-    is_finite = lowest - lowest == 0  # isfinite takes four operators
-    return torch.where(is_finite & valid[:, None], lowest, 0.0)

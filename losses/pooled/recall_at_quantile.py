@@ -13,7 +13,7 @@ from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
 from ..base import unchecked
 from .base import PoolOptions, RankingLoss
-from .pauc_surrogates import PartialArea, check_used
+from .pauc_surrogates import PartialArea, check_used, soft_maximum
 from .pool import (
     PerClass,
     Pool,
@@ -24,7 +24,6 @@ from .pool import (
     positive_shares,
     reduce_values,
 )
-from .soft_maximum import soft_maximum
 
 Surrogate = Literal["dro", "sigmoid"]
 _SURROGATES = (None, *get_args(Surrogate))
@@ -117,7 +116,7 @@ def recall_at_quantile(
     )
     form = _checked_form(surrogate, quantile, temperature, quantile_interpolation, threshold_gradient)
     if form == "dro":
-        per_class = soft_maximum(pool, quantile).per_class
+        per_class = soft_maximum(pool, quantile)[0]
     else:
         pool, temperature = at_temperature(pool, temperature, SPREAD_MULTIPLE)
         per_class = _missed(pool, quantile, temperature, quantile_interpolation, threshold_gradient)
@@ -212,7 +211,7 @@ class RecallAtQuantileLoss(RankingLoss):
     def compute_per_class(self, pool: Pool) -> PerClass:
         """Return the loss of each class."""
         if self.form == "dro":
-            return soft_maximum(pool, self.quantile).per_class
+            return soft_maximum(pool, self.quantile)[0]
         pool, temperature = self._at_temperature(pool)
         return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 

@@ -76,7 +76,7 @@ class SummedLoss(DistributedLoss):
 
         mean = mean_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
         if self.reduction == "none":
-            return reduce_elements(elements[0], self.reduction)
+            return elements[0].values
         return self._noted(mean.to(elements[0].values.dtype))
 
     def _balanced(
@@ -129,17 +129,10 @@ class ClassSums(NamedTuple):
     check: DeviceCheck | None  # checks of values that have not been read
 
     @staticmethod
-    def of(
-        losses: Tensor,
-        shares: Tensor,
-        weight_with_check: tuple[Tensor, DeviceCheck | None] | None,
-        checks: list[DeviceCheck],
-    ) -> ClassSums:
+    def of(losses: Tensor, shares: Tensor, weight: Tensor | None, checks: list[DeviceCheck | None]) -> ClassSums:
         """Return the sums of (N, P, K, M) losses and shares of elements in classes; weights (N, P or 1, M)."""
         unit = None
-        if weight_with_check is not None:
-            weight, check = weight_with_check
-            checks = checks if check is None else [*checks, check]
+        if weight is not None:
             unit = weight_unit(weight)
             weight = (weight / unit).to(losses.dtype).unsqueeze(2)
             losses, shares = losses * weight, shares * weight
@@ -159,18 +152,16 @@ class Elements(NamedTuple):
         values: Tensor,
         number: int,
         counted: Tensor | None,
-        weight_with_check: tuple[Tensor, DeviceCheck | None] | None,
+        weight: Tensor | None,
         is_mean: bool,
-        checks: list[DeviceCheck],
+        checks: list[DeviceCheck | None],
     ) -> Elements:
         """Return the losses of ``number`` elements, or their sum, times the weights if there are any, and the divisor.
 
-        ``counted`` is what each element adds to the divisor, None for 1. The check of the weights joins ``checks``.
+        ``counted`` is what each element adds to the divisor, None for 1.
         """
         unit = None
-        if weight_with_check is not None:
-            weight, check = weight_with_check
-            checks = checks if check is None else [*checks, check]
+        if weight is not None:
             if is_mean:
                 unit = weight_unit(weight)
                 weight = weight / unit
@@ -184,11 +175,6 @@ def local_loss(elements: Elements, reduction: str) -> Tensor:
     """Return the loss over the elements of this rank, or raise the error of a failed check of values."""
     if elements.check is not None:
         elements.check.read()
-    return reduce_elements(elements, reduction)
-
-
-def reduce_elements(elements: Elements, reduction: str) -> Tensor:
-    """Return the loss over the elements of this rank."""
     return elements.values if reduction == "none" else local_mean(elements.values.sum(), elements.divisor)
 
 

@@ -20,7 +20,7 @@ from ..arguments import completed
 from ..base import GroupOptions
 from ..rows import compute_dtype, has_values
 from .base import ClassSums, Elements, SummedLoss, check_inputs
-from .sigmoid_focal import expanded_weight, soft_target_check, targets_as
+from .sigmoid_focal import expanded_weight, soft_target_checks, targets_as
 from .softmax_focal import check_classes, check_element_weight
 
 TorchReduction = Literal["mean", "sum", "none"]
@@ -92,12 +92,11 @@ class CrossEntropyLoss(TorchLikeLoss):
 
     .. math:: L = \frac{\sum_i w_{y_i} \, \mathrm{CE}(x_i, y_i)}{\sum_i w_{y_i}}
 
-    Both sums are over the elements of all ranks that are not ignored. With probabilities as targets the divisor is the
-    number of elements. There are seven differences. Without a valid element torch gives NaN. Ignored elements may have
-    NaN for logits. A class with a probability of 0 may have the logit -inf, as the padding of a list: it adds 0, where
-    torch gives NaN, and smoothing spreads over the others. Half precision is returned in float32. Class indices may be
-    floats that are whole numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise. So do weights that are
-    negative or not finite.
+    Both sums are over the elements of all ranks that are not ignored; with probabilities as targets the divisor is
+    their number. Other than in torch, ignored elements may have NaN for logits. A class with a probability of 0 may
+    have the logit -inf, as the padding of a list: it adds 0, and smoothing spreads over the others. Half precision is
+    returned in float32. Class indices may be floats that are whole numbers. Inputs (N, 1), whose loss is always 0,
+    inputs (C,), and weights that are negative or not finite raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
@@ -156,13 +155,13 @@ class CrossEntropyLoss(TorchLikeLoss):
         weight, counted = self._weights_of(x), valid
         if weight is not None and not y.is_floating_point():
             counted = weight[y] if valid is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
-        weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
+        row_weight = check_element_weight(sample_weight, shape, x.dtype, self.validate_args, checks)
         # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
-        reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
+        reduction = "none" if row_weight is not None or self.reduction == "none" else "sum"
         of = partial(F.cross_entropy, weight=weight, ignore_index=self.ignore_index, reduction=reduction)
         usual = partial(of, x, y, label_smoothing=self.label_smoothing)
         values = _finite(usual, lambda: of(*self._unpadded(x, y)), x) if y.is_floating_point() else usual()
-        return Elements.of(values, math.prod(shape), counted, weight_with_check, self.reduction == "mean", checks)
+        return Elements.of(values, math.prod(shape), counted, row_weight, self.reduction == "mean", checks)
 
     def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
         """Return this rank's losses and masses of each class, of one problem."""
@@ -180,13 +179,14 @@ class CrossEntropyLoss(TorchLikeLoss):
             smoothed = torch.lerp(shares, present / num_classes, self.label_smoothing)
         # Where the share is 0 the logarithm may be infinite.
         losses = torch.where(smoothed > 0, -smoothed * F.log_softmax(x, dim=1), 0.0)
-        weight_with_check = check_element_weight(sample_weight, shape, x.dtype, self.validate_args)
-        if weight_with_check is not None:
-            weight_with_check = weight_with_check[0].reshape(num_rows, 1, rest), weight_with_check[1]
+        weight = check_element_weight(sample_weight, shape, x.dtype, self.validate_args, checks)
+        weight = None if weight is None else weight.reshape(num_rows, 1, rest)
         rows = num_rows, 1, num_classes, rest
-        return ClassSums.of(losses.reshape(rows), shares.reshape(rows), weight_with_check, checks)
+        return ClassSums.of(losses.reshape(rows), shares.reshape(rows), weight, checks)
 
-    def _checked(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[DeviceCheck]]:
+    def _checked(
+        self, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[DeviceCheck | None]]:
         """Return the logits, the classes (N, *) or probabilities, which of them are not ignored, and the checks."""
         check_inputs(inputs, targets)
         x = inputs.to(compute_dtype(inputs.dtype))
@@ -194,8 +194,7 @@ class CrossEntropyLoss(TorchLikeLoss):
             if not targets.is_floating_point():
                 fix = "Use targets.argmax(dim=1) for one-hot targets; BCEWithLogitsLoss for several labels per row."
                 raise TypeError(expected("targets", "class indices (N, *), or probabilities as floats", targets, fix))
-            checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
-            return x, targets.to(x.dtype), None, checks
+            return x, targets.to(x.dtype), None, soft_target_checks(targets, self.validate_args)
         y, valid, checks = check_classes(inputs, targets, self.ignore_index, self.validate_args)
         if valid is not None:
             # Ignored elements may hold anything. Zeros for their logits keep a NaN out of the gradient.
@@ -275,22 +274,22 @@ class BCEWithLogitsLoss(TorchLikeLoss):
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses, or their sum, and their divisor."""
         targets = targets_as(inputs, targets)
-        checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
+        checks = soft_target_checks(targets, self.validate_args)
         x = inputs.to(compute_dtype(inputs.dtype))
         weight, pos_weight = self._weight_of("weight", x), self._weight_of("pos_weight", x)
-        weight_with_check = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args)
+        row_weight = expanded_weight(sample_weight, inputs, x.dtype, self.validate_args, checks)
         # The sum is made by torch, not from the elements: so the mean has the bits of torch's.
-        reduction = "none" if weight_with_check is not None or self.reduction == "none" else "sum"
+        reduction = "none" if row_weight is not None or self.reduction == "none" else "sum"
         y = targets.to(x.dtype)
         of = partial(F.binary_cross_entropy_with_logits, weight=weight, pos_weight=pos_weight, reduction=reduction)
         values = _finite(partial(of, x, y), lambda: of(_settled(x, y), y), x)
-        return Elements.of(values, x.numel(), None, weight_with_check, self.reduction == "mean", checks)
+        return Elements.of(values, x.numel(), None, row_weight, self.reduction == "mean", checks)
 
     def class_sums(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> ClassSums:
         """Return this rank's losses and masses of negatives and positives, of each problem."""
         targets = targets_as(inputs, targets)
-        checks = [soft_target_check(targets)] if self.validate_args and has_values(targets) else []
-        weight_with_check = expanded_weight(sample_weight, inputs, compute_dtype(inputs.dtype), self.validate_args)
+        checks = soft_target_checks(targets, self.validate_args)
+        weight = expanded_weight(sample_weight, inputs, compute_dtype(inputs.dtype), self.validate_args, checks)
         num_rows, num_problems = (*inputs.shape, 1, 1)[:2]
         shape = num_rows, num_problems, math.prod(inputs.shape[2:])
         x = inputs.to(compute_dtype(inputs.dtype)).reshape(shape)
@@ -299,9 +298,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         logarithms = torch.stack([F.logsigmoid(-x), F.logsigmoid(x)], dim=2)
         # Where the share is 0 the logarithm may be infinite.
         losses = torch.where(shares > 0, -shares * logarithms, 0.0)
-        if weight_with_check is not None:
-            weight_with_check = weight_with_check[0].reshape(shape), weight_with_check[1]
-        return ClassSums.of(losses, shares, weight_with_check, checks)
+        return ClassSums.of(losses, shares, None if weight is None else weight.reshape(shape), checks)
 
     def _weight_of(self, name: str, x: Tensor) -> Tensor | None:
         weight: Tensor | None = getattr(self, name)

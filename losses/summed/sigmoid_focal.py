@@ -81,7 +81,7 @@ def _elements(
     x = inputs.to(compute_dtype(inputs.dtype))
     y = targets.to(x.dtype)
     are_hard = x.device.type == "cpu" and has_values(x) and has_values(y) and torch.equal(y, (y > 0).to(y.dtype))
-    checks = [] if are_hard or not (validate_args and has_values(targets)) else [soft_target_check(targets)]
+    checks = [] if are_hard else soft_target_checks(targets, validate_args)
     # p_t = p y + (1 - p)(1 - y). For y in {0, 1} this is one sigmoid, and its logarithm is minus the cross-entropy.
     # Nothing cancels then, even for infinite logits. Only other targets need the general form.
     if are_hard:
@@ -102,8 +102,8 @@ def _elements(
         alpha_t = (1 - alpha) + (2 * alpha - 1) * y
         values = values * alpha_t
         counted = alpha_t.detach() if reduction == "mean_weighted" else None
-    weight_with_check = expanded_weight(sample_weight, inputs, x.dtype, validate_args)
-    return Elements.of(values, values.numel(), counted, weight_with_check, reduction.startswith("mean"), checks)
+    weight = expanded_weight(sample_weight, inputs, x.dtype, validate_args, checks)
+    return Elements.of(values, values.numel(), counted, weight, reduction.startswith("mean"), checks)
 
 
 def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -115,21 +115,27 @@ def targets_as(inputs: Tensor, targets: Tensor) -> Tensor:
     return targets
 
 
-def soft_target_check(targets: Tensor) -> DeviceCheck:
-    """Return the check that every target is in [0, 1]."""
+def soft_target_checks(targets: Tensor, validate_args: bool) -> list[DeviceCheck | None]:
+    """Return the check that every target is in [0, 1], unless it is not wanted or not possible."""
+    if not (validate_args and has_values(targets)):
+        return []
     bad = ~((targets >= 0) & (targets <= 1))
 
     def error() -> Exception:
         fix = "Use (targets > 0).float() for -1 and +1. To leave rows out give them sample_weight 0."
         return ValueError(expected("targets", "numbers in [0, 1]", targets[bad][0].item(), fix))
 
-    return DeviceCheck(bad.any(), error)
+    return [DeviceCheck(bad.any(), error)]
 
 
 def expanded_weight(
-    sample_weight: Tensor | None, inputs: Tensor, dtype: torch.dtype, validate_args: bool
-) -> tuple[Tensor, DeviceCheck | None] | None:
-    """Return the weights, aligned with dim 0, in the shape of ``inputs``, and the check that they are in range."""
+    sample_weight: Tensor | None,
+    inputs: Tensor,
+    dtype: torch.dtype,
+    validate_args: bool,
+    checks: list[DeviceCheck | None],
+) -> Tensor | None:
+    """Return the weights, aligned with dim 0, in the shape of ``inputs``; the check of them joins ``checks``."""
     if sample_weight is None:
         return None
     what = f"dim 0 of {tuple(inputs.shape)[:1]} and trailing dims broadcastable to {tuple(inputs.shape)}"
@@ -139,9 +145,11 @@ def expanded_weight(
     if 1 <= sample_weight.ndim < inputs.ndim:
         sample_weight = sample_weight.reshape(*sample_weight.shape, *[1] * (inputs.ndim - sample_weight.ndim))
     try:
-        return weight_and_check(sample_weight.expand(inputs.shape), dtype, validate_args)
+        weight, check = weight_and_check(sample_weight.expand(inputs.shape), dtype, validate_args)
     except RuntimeError:
         raise ValueError(expected("sample_weight", what, sample_weight)) from None
+    checks.append(check)
+    return weight
 
 
 def _check_alpha_gamma(alpha: float, gamma: float) -> None:

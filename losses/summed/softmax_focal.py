@@ -133,13 +133,13 @@ def _elements(
     if valid is not None:
         kept = valid.to(x.dtype)
         values, counted = values * kept, kept if counted is None else counted * kept
-    weight_with_check = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args)
-    return Elements.of(values, values.numel(), counted, weight_with_check, rule.reduction.startswith("mean"), checks)
+    weight = check_element_weight(sample_weight, tuple(targets.shape), x.dtype, validate_args, checks)
+    return Elements.of(values, values.numel(), counted, weight, rule.reduction.startswith("mean"), checks)
 
 
 def check_classes(
     inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
-) -> tuple[Tensor, Tensor | None, list[DeviceCheck]]:
+) -> tuple[Tensor, Tensor | None, list[DeviceCheck | None]]:
     """Return the targets as int64 (N, *), the mask of those that are classes, and the check of their range.
 
     The mask is None if the host knows that all targets are classes, so that none is ignored.
@@ -170,16 +170,22 @@ def check_classes(
 
 
 def check_element_weight(
-    sample_weight: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, validate_args: bool
-) -> tuple[Tensor, DeviceCheck | None] | None:
-    """Return the weights of the elements, and the check that they are in range."""
+    sample_weight: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    validate_args: bool,
+    checks: list[DeviceCheck | None],
+) -> Tensor | None:
+    """Return the weights of the elements; the check that they are in range joins ``checks``."""
     if sample_weight is None:
         return None
     check_tensor("sample_weight", sample_weight, "a tensor or None")
     if tuple(sample_weight.shape) != shape:
         fix = squeeze_advice("sample_weight", sample_weight, shape)
         raise ValueError(expected("sample_weight", f"shape {shape}, one weight per element", sample_weight, fix))
-    return weight_and_check(sample_weight, dtype, validate_args)
+    weight, check = weight_and_check(sample_weight, dtype, validate_args)
+    checks.append(check)
+    return weight
 
 
 @completed(softmax_focal)

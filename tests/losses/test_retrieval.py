@@ -25,7 +25,7 @@ import fullrank
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget, retrieval_smooth_ap, smooth_ap
 from fullrank.losses.embeddings import retrieval
-from fullrank.losses.pooled.query_blocks import query_blocks
+from fullrank.losses.pooled.pool import query_blocks
 from fullrank.metrics import PAUCAtBudget
 
 IGNORED = -100
