@@ -168,13 +168,11 @@ class NDCGLoss(CurrentTemperature):
 
     def _differ(self, grades: Tensor, indexes: Tensor | None) -> Tensor:
         """Return in which queries two rows differ in relevance; the loss of the others is 0, or not defined."""
-        query, number = torch.zeros_like(grades, dtype=torch.int64), 1
-        if indexes is not None:
-            names, query = indexes.unique(return_inverse=True)
-            number = len(names)
-        kept, ends = grades != self.ignore_index, []
+        query = torch.zeros_like(grades, dtype=torch.int64)
+        query = query if indexes is None else indexes.unique(return_inverse=True)[1]
+        ends, kept = [], grades != self.ignore_index
         for way, nothing in (("amin", math.inf), ("amax", -math.inf)):
-            start = grades.new_full((number,), nothing)
+            start = torch.full_like(grades, nothing)  # there are no more queries than rows
             ends.append(start.scatter_reduce(0, query, grades.masked_fill(~kept, nothing), way))
         return ends[0] < ends[1]
 

@@ -70,18 +70,16 @@ def pauc_at_budget(
         L = \frac{1}{|P|} \sum_{i \in P} \lambda \log \frac{1}{|N|} \sum_{j \in N}
             \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
 
-    The hardest negatives of each positive count most, and :math:`\lambda` says how much: the smaller it is, the fewer
-    negatives count. It is found from the budget, for each class and in each call, so that the effective number of
-    negatives is nearest to ``beta`` times their number. The effective number is the perplexity of the weights of the
-    negatives for the mean positive, where positives outside the range of the negatives count as being at its ends.
-    :math:`1 / \lambda` is a whole number from 1 to 12. At 12 more than ``beta`` of the negatives count where logits lie
-    close together. At 1 fewer count where logits spread over several units, and a larger ``beta`` changes nothing.
-    :math:`\lambda` is a constant for the gradient, and all negatives have a gradient. With ``tau_scale=None``
-    :math:`s = 1`: the scores are logits as in cross-entropy. L may exceed 1.
+    The smaller :math:`\lambda`, the fewer of the hardest negatives of each positive count. It is found for each class
+    and in each call so that the effective number of negatives is nearest to ``beta`` times their number: the perplexity
+    of their weights for the mean positive, where positives outside the range of the negatives count as being at its
+    ends. :math:`1 / \lambda` is a whole number from 1 to 12. At 12 more than ``beta`` of the negatives
+    count where logits lie close together, at 1 fewer where logits spread over several units. :math:`\lambda` is a
+    constant for the gradient, and all negatives have a gradient. With ``tau_scale=None`` :math:`s = 1`: the scores are
+    logits as in cross-entropy. L may exceed 1.
 
     ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
-    the false-positive rates ``alpha`` and ``beta``, over their distance. With ``alpha=0`` and ``beta`` the budget,
-    positives are compared with every false alarm that the budget allows. The band edges are score quantiles of the
+    the false-positive rates ``alpha`` and ``beta``, over their distance. The band edges are score quantiles of the
     reference rows R: the iid negatives, or all iid rows.
 
     .. math::
@@ -93,9 +91,8 @@ def pauc_at_budget(
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
     ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights, and have the
-    gradient themselves; the band edges never have one. ``"trapezoid"``: the points are
-    the quantiles at ``n_knots`` equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient
-    to the reference rows, as a quantile of the smoothed scores does.
+    gradient themselves; the band edges never have one. ``"trapezoid"``: the points are the quantiles at ``n_knots``
+    equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient to the reference rows:
 
     .. math:: \frac{\partial t_k}{\partial x_j} =
               \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
@@ -104,35 +101,31 @@ def pauc_at_budget(
     of :func:`~fullrank.losses.recall_at_quantile` with weights, and a negative of weight w has the perplexity of w.
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. The
-    scale is that of the reference rows of all queries. ``"pairwise"`` with ``beta=1`` is one minus the smooth AUC of
-    each query, such as of a user.
+    scale is that of the reference rows of all queries. ``"pairwise"`` with ``beta=1`` is one minus the smooth AUC.
 
-    With every surrogate the gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and
-    negatives or reference rows fall. Scale and temperature are detached.
+    The gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and negatives or
+    reference rows fall. Scale and temperature are detached.
 
     Args:
         indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
             ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` a share of negatives.
-        surrogate: ``"dro"``, a soft maximum over all iid negatives, which requires ``alpha=0``; for a hard band
-            ``"pairwise"`` with the negatives in it, or ``"trapezoid"`` over knots. Arguments without effect raise.
+        surrogate: ``"dro"``, which requires ``alpha=0``, ``"pairwise"`` or ``"trapezoid"``. An argument without effect
+            raises.
         n_knots: number of knots >= 2, for ``"trapezoid"`` alone.
         tau_scale: what differences of scores are divided by: ``"iqr"`` of the reference scores, or the width of the
-            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, which takes the scores
-            as logits, and ``"iqr"`` for the other surrogates.
+            ``"band"``, times the temperature except under ``"dro"``. None is 1 under ``"dro"``, else ``"iqr"``.
         budget_basis: reference rows: iid negatives (``"fpr"``) or all iid rows (``"population"``).
         temperature: > 0, a multiple of the scale of the reference scores, usually 0.25 to 0.1. Not for ``"dro"``.
-        dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone: towards 0 only the hardest
-            negative counts, and for large values all count alike. 1, 1/2, 1/3, ... take O((P + N) / dro_lambda) time,
-            others O(P N).
+        dro_lambda: None finds it from ``beta``; or a number > 0 for ``"dro"`` alone. 1, 1/2, 1/3, ... take
+            O((P + N) / dro_lambda) time, others O(P N).
 
     Degenerate:
         A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
         most 1e-12 or infinite (the module warns, once), under ``"pairwise"`` without a negative in the band, and under
         ``"dro"`` without an iid negative: left out of the mean and the sum, NaN under ``"none"``. With no valid class
-        the loss is 0 with zero gradients. ``"dro"`` without a scale is valid where all scores are equal. The scale
-        ``"band"`` is infinite as soon as one edge is, as with ``alpha=0`` and a negative of +inf; the scale ``"iqr"``
-        only where a quarter of the reference is. An infinite knot carries no gradient.
+        the loss is 0 with zero gradients. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0``
+        and a negative of +inf; ``"iqr"`` only where a quarter of the reference is. An infinite knot has no gradient.
 
     Example:
         >>> import torch
@@ -167,33 +160,24 @@ def pauc_at_budget(
 class PAUCAtBudgetLoss(RankingLoss):
     """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
-    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. The pool is the rows of all ranks and of the
-    queue. How hard the default, ``surrogate="dro"``, is follows from ``beta``; ``current_hardness`` is the lambda of
-    the last call. A number for ``dro_lambda`` takes the place of the budget, and ``beta`` then only sets the
-    diagnostics. Added to cross-entropy with its defaults it lowered average precision on 29 tables by 0.008.
+    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. ``current_hardness`` is the lambda of the last
+    call. With a number for ``dro_lambda``, ``beta`` only sets the diagnostics. Added to cross-entropy with its defaults
+    the loss lowered average precision on 29 tables by 0.008.
 
     With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a hard band from 0 are the top negative.
     Give the pool ten times as many, and watch ``band_neg_count``; ``"dro"`` works with any number.
 
-    The gradient raises positives, and lowers live reference rows: with ``"dro"`` all iid negatives, the hardest ones
-    most, with ``"pairwise"`` the negatives in the band, with ``"trapezoid"`` those near the knots. A queue changes the
-    knots of the trapezoid, not this balance: they carry the slope of the live positives, and the gradient of the live
-    rows adds up to 0. In a step without a live reference row of finite score no row of the class then has a gradient,
-    because nothing would fall while the positives rise.
+    With a queue the gradient of the live rows still adds up to 0: the knots of the trapezoid carry the slope of the
+    live positives. In a step without a live reference row of finite score no row of the class has a gradient then.
 
     Args:
-        temperature: > 0, a multiple of the scale of the reference scores, usually 0.25 to 0.1. Not for ``"dro"``.
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the
             queued positives then do not dilute. A class without live positives is invalid in that step.
 
     Example:
         >>> import torch
         >>> scores, targets = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]]), torch.tensor([0, 1, 1, 0, 0])
-        >>> loss = PAUCAtBudgetLoss(num_classes=1, queue_size=0)
-        >>> loss(scores, targets)
-        tensor(1.6285)
-        >>> loss = PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise", queue_size=0)
-        >>> loss(scores, targets)
+        >>> PAUCAtBudgetLoss(num_classes=1, beta=0.5, surrogate="pairwise")(scores, targets)
         tensor(0.5000)
     """
 
@@ -249,10 +233,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     @property
     def _area(self) -> PartialArea:
-        budget = self.alpha, self.beta, self.surrogate, self.n_knots, self.tau_scale, self.pos_numerator
-        return PartialArea(
-            *budget, self.budget_basis, self.quantile_interpolation, self.dro_lambda, self.threshold_gradient
-        )
+        return PartialArea(*(getattr(self, name) for name in PartialArea._fields))
 
     @overload  # type: ignore[override]
     def forward(
@@ -364,13 +345,9 @@ class PAUCAtBudgetLoss(RankingLoss):
         tilts = missed.tilts
         has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
         vars(self)["_tilts"] = tilts if has_numbers else None
-        self._observe_flat(missed.flat)
+        if missed.flat is not None and self.validate_args and has_values(missed.flat):
+            self._hints.read(missed.flat, self._warn_of_flat)
         return missed
-
-    def _observe_flat(self, flat: Tensor | None) -> None:
-        """Warn once if a class is flat; see :class:`MissedArea`."""
-        if flat is not None and self.validate_args and has_values(flat):
-            self._hints.read(flat, self._warn_of_flat)
 
     def _warn_of_flat(self, flat: list[bool]) -> None:
         if True not in flat:

@@ -76,16 +76,15 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
     if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
     check_choice("surrogate", area.surrogate, get_args(Surrogate))
+    check_choice("tau_scale", area.tau_scale, (None, *get_args(TauScale)))
+    check_choice("pos_numerator", area.pos_numerator, get_args(PosNumerator))
+    check_choice("budget_basis", area.budget_basis, get_args(BudgetBasis))
+    check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
     if area.dro_lambda is not None:
         check_positive("dro_lambda", area.dro_lambda)
     if area.surrogate == "dro" and area.alpha != 0:
         fix = "For a band use surrogate='pairwise'."
         raise ValueError(expected("alpha", "0 with surrogate='dro'", area.alpha, fix))
-    if area.tau_scale is not None:
-        check_choice("tau_scale", area.tau_scale, get_args(TauScale))
-    check_choice("pos_numerator", area.pos_numerator, get_args(PosNumerator))
-    check_choice("budget_basis", area.budget_basis, get_args(BudgetBasis))
-    check_choice("quantile_interpolation", area.quantile_interpolation, INTERPOLATIONS)
     check_used(area.surrogate, {**area._asdict(), "temperature": temperature}, _USED_BY)
     return area
 

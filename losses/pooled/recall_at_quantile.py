@@ -157,23 +157,19 @@ def _missed(pool: Pool, quantile: float, temperature: float, interpolation: str,
 class RecallAtQuantileLoss(RankingLoss):
     """Recall among the share ``quantile`` of the rows with the highest scores, over the rows of all ranks and a queue.
 
-    The formulas are those of :func:`~fullrank.losses.recall_at_quantile`. The pool is the rows of all ranks and of the
-    queue. Without a temperature the loss is that of :class:`PAUCAtBudgetLoss` with ``beta=quantile``. With one, also if
-    a schedule or a checkpoint assigns it, it is the smooth recall; ``surrogate`` decides otherwise.
+    The formulas are those of :func:`~fullrank.losses.recall_at_quantile`: the smooth recall also if a schedule or a
+    checkpoint assigns a temperature, unless ``surrogate`` decides otherwise.
 
     With ``"sigmoid"`` give the pool ``10 / quantile`` rows or more, 2,000 by default, and add the loss to weighted
     cross-entropy: on 29 tables its recall was that of cross-entropy in the sum, and lower alone (see the page about
-    choosing a loss). Its threshold carries a gradient, so positives rise and the live rows near the threshold fall. A
-    queue changes the threshold, not this balance: the threshold carries the slope of the live positives, and the
-    gradient of the live rows adds up to 0. In a class without a live row of finite score no row has a gradient.
+    choosing a loss). With a queue the gradient of the live rows still adds up to 0, because the threshold carries the
+    slope of the live positives. In a class without a live row of finite score no row has a gradient then.
 
     Example:
         >>> import torch
         >>> scores, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0])
         >>> RecallAtQuantileLoss(num_classes=1, quantile=0.5)(scores, targets)
         tensor(0.7572)
-        >>> RecallAtQuantileLoss(num_classes=1, quantile=0.5, surrogate="sigmoid")(scores, targets)
-        tensor(0.5000)
     """
 
     spread_multiple = SPREAD_MULTIPLE

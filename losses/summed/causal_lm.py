@@ -157,10 +157,11 @@ def causal_lm_loss(
                     expected("bias", "None without weight", bias, "Pass hidden states and the weight too.")
                 )
             _check_logits(logits)
-            head: Any = Vocabulary(logits.shape[-1], **settings), None, None
+            own_weight: Tensor | None = None
+            vocabulary, own_bias = Vocabulary(logits.shape[-1], **settings), None
         else:
-            head = read_head("causal_lm_loss", logits, weight, bias, **settings)
-        size = head[0].size
+            vocabulary, own_weight, own_bias = read_head("causal_lm_loss", logits, weight, bias, **settings)
+        size = vocabulary.size
         checked = check_labels("labels", labels, logits, "logits" if weight is None else "hidden")
         if vocab_size is not None and vocab_size != size:
             raise ValueError(expected("vocab_size", f"{size}, the number of logits of a token", vocab_size))
@@ -176,7 +177,7 @@ def causal_lm_loss(
         valid = targets != ignore_index
         if validate_args and has_values(targets) and not is_within(checked, ignore_index, size):
             check_range("labels", targets, valid, size, f"ignore_index={ignore_index}")
-        return Rows(head[0], logits, *head[1:], targets, valid)
+        return Rows(vocabulary, logits, own_weight, own_bias, targets, valid)
 
     rows = prepared("causal_lm_loss", weight, prepare)
     total = _sum_over_logits(rows, ignore_index) if weight is None else _sum_over_hidden(rows)
@@ -274,7 +275,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _sum_over_hidden(rows: Rows) -> Tensor:
     """Return the sum of the losses of the valid targets from hidden states (..., T, D)."""
     x, targets, _ = rows.counted()
-    factors = x, rows.weight, rows.bias
+    factors: tuple[Any, ...] = x, rows.weight, rows.bias
     if not torch.is_grad_enabled():
         factors = tuple(None if factor is None else factor.detach() for factor in factors)
     return _LinearCrossEntropy.apply(rows.vocabulary, *factors, targets)

@@ -18,13 +18,11 @@ from ...errors import Words, check_between, check_choice, check_int, check_tenso
 from ...kernels.torch_private import version_of
 from ..arguments import completed
 from ..base import GroupOptions
+from ..pooled.pool import REDUCTIONS, Reduction
 from ..rows import compute_dtype, has_values
 from .base import ClassSums, Elements, SummedLoss, check_inputs
 from .sigmoid_focal import expanded_weight, soft_target_checks, targets_as
 from .softmax_focal import check_classes, check_element_weight
-
-TorchReduction = Literal["mean", "sum", "none"]
-REDUCTIONS = ("mean", "sum", "none")
 
 _LARGE = 0.25  # of the largest number: infinity for a logit, whose differences do not overflow
 _FEW = 8  # up to so many weights are listed in the text that the ranks compare; of more, it has the shape and a hash
@@ -132,7 +130,7 @@ class CrossEntropyLoss(TorchLikeLoss):
         self,
         weight: Tensor | Literal["balanced"] | None = None,
         ignore_index: int = -100,
-        reduction: TorchReduction = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         *,
         class_weight: Literal["balanced"] | None = None,
@@ -262,7 +260,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         self,
         weight: Tensor | None = None,
         pos_weight: Tensor | None = None,
-        reduction: TorchReduction = "mean",
+        reduction: Reduction = "mean",
         *,
         class_weight: Literal["balanced"] | None = None,
         gather_distributed: bool | None = None,

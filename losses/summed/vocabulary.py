@@ -254,7 +254,8 @@ class Rows(NamedTuple):
     def counted(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows (N, D) that are valid, their targets and places; the host waits once, for their number."""
         places = self.valid.flatten().nonzero()[:, 0]
-        return *(rows.index_select(0, places) for rows in (self.hidden.flatten(0, -2), self.targets.flatten())), places
+        x = self.hidden.flatten(0, -2).index_select(0, places)
+        return x, self.targets.flatten().index_select(0, places), places
 
     @property
     def checksum(self) -> Tensor:
