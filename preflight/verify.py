@@ -46,8 +46,7 @@ def verify_step(
 ) -> StepReport:
     """Compare the gradients of a training step with those that one process would get with the whole batch.
 
-    It knows nothing of what the step does: losses of any package, gathers written by hand, windows of micro-batches,
-    DDP, FSDP2, HSDP and tensor parallelism. It takes the time of two steps, and of a few more where gradients differ,
+    It knows nothing of what the step does. It takes the time of two steps, and of a few more where gradients differ,
     and the memory of one more model.
 
     Args:
@@ -69,10 +68,9 @@ def verify_step(
         The :class:`~fullrank.preflight.StepReport`, the same on every rank of ``group``: print it, or call ``check()``.
 
     Raises:
-        TypeError: for an argument of another type, on all ranks.
+        TypeError: for an argument of another type.
         ValueError: when batches cannot be joined, the model cannot be copied, the step does not train the model that it
-            is given, or communicates over a group of its own.
-        RankError: an error on some ranks, such as one of the step, raised on all of them.
+            is given, or communicates over a group of its own. An error of some ranks is raised on all.
 
     State:
         Parameters, buffers, gradients, random states, training modes, switches of wrappers, queues and optimizers are

@@ -76,8 +76,7 @@ class NDCGLoss(CurrentTemperature):
 
     Numerics:
         Half precision is computed in float32, sums in float64. The soft ranks take time linear in the rows of a query,
-        or quadratic for few rows. On the host the library in C takes few rows as they are. Otherwise, and with
-        ``reduction="none"``, queries are padded to similar lengths, which at most doubles the rows.
+        or quadratic for few rows. Queries may be padded to similar lengths, which at most doubles the rows.
 
     Distributed:
         One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. A query

@@ -72,9 +72,8 @@ def causal_lm_loss(
     With ``weight`` logits are ``hidden @ weight.T + bias``, of which a few rows at a time exist. The memory is about
     that of the hidden states and of the gradient of the weight.
 
-    With ``reduction="sum"`` it is the sum that ``step.backward`` of :func:`~fullrank.accumulate` and
-    :meth:`~fullrank.DeferredMean.backward` take. It accepts the arguments of a loss function of Hugging Face
-    transformers: ``model.loss_function = causal_lm_loss``.
+    ``reduction="sum"`` is for :func:`~fullrank.accumulate` and :class:`~fullrank.DeferredMean`. The arguments are those
+    of a loss function of Hugging Face transformers too: ``model.loss_function = causal_lm_loss``.
 
     Args:
         logits: (..., T, V) raw logits; the one at t predicts token t + 1. Inside torch's ``loss_parallel()`` also a
@@ -105,28 +104,24 @@ def causal_lm_loss(
         Scalar, float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: for logits that are not floating-point, labels or document ids that are not integers, other
-            DTensors; for a keyword that is almost one of ours.
+        TypeError: for tensors of another dtype or kind; for a keyword that is almost one of ours.
         ValueError: for a weight that FSDP2 has sharded again after its forward, with the two ways out; for logits
-            sharded on V outside of ``loss_parallel()``, or so that a rank has none; for shapes or
-            devices that do not fit; for labels out of range; for a number ``num_items`` that is negative or not finite;
-            for ``document_ids`` with labels that are shifted already.
+            sharded on V outside of ``loss_parallel()``, or so that a rank has none; for shapes, devices, labels or
+            counts that do not fit; for ``document_ids`` with labels that are shifted already.
 
     Degenerate: no valid token gives 0 with zero gradients.
     Numerics: half precision is computed in float32; the gradient has the dtype of the logits. Logits whose label does
-        not count have no effect, even if they are NaN. With ``weight`` rows that do not count are not projected, the
-        losses are added in float64, and the gradients in float32 or float64. They are computed in the forward, so a
+        not count have no effect, even if they are NaN. With ``weight`` the gradients are computed in the forward, so a
         second backward raises, and so does a second derivative. On an accelerator products of half precision are added
         in float32 where it can, and the host waits once for the number of rows.
 
     Distributed: nothing travels, and there is no ``group``. With None for ``num_items`` each rank divides by its own
         count, under ``no_grad`` too, and the mean over ranks in DDP is a mean of means. Pass the count over all ranks,
-        or use :func:`~fullrank.accumulate`. In validation weigh the mean by its count, with ``MeanMetric`` of
-        torchmetrics, or pass the sum and the count to :func:`~fullrank.global_mean`, which takes a ``group``.
+        or use :func:`~fullrank.accumulate`; in validation :func:`~fullrank.global_mean`, which takes a ``group``.
         For logits sharded on V the ranks of their mesh pass the same labels, and get the same scalar, which is no
-        DTensor: torch reduces three numbers a token over them in the forward, and none in the backward. With a
-        ``weight`` that is sharded on V the ranks reduce the maxima and the sums of each block of rows, and the gradient
-        of the hidden states once.
+        DTensor: torch reduces three numbers a token over them in the forward, and none in the backward. The ranks of a
+        ``weight`` that is sharded on V agree on the rows, reduce the maxima and the sums of each block of rows, and the
+        gradient of the hidden states once.
 
     Example:
         >>> import torch

@@ -32,12 +32,10 @@ class TorchLikeLoss(SummedLoss):
     """Base of the losses that have the arguments of torch: their weights are buffers, whose values the ranks compare.
 
     Distributed:
-        One collective forward, the header, and none backward. Logits do not travel. The loss of torch averages on each
-        rank, which under data parallelism is a different loss: a row on a rank with few valid rows counts more.
-
-        Balanced weights count the elements of all ranks: the sums of each class travel behind the header. Each call has
-        weights of its own, so let :func:`~fullrank.pooled_backward` call the loss once for all micro-batches. Where all
-        ranks together have few rows in a call, such as 32, pass weights counted in the training set: they rank better.
+        One collective forward, the header, and none backward. Logits do not travel. Balanced weights count the elements
+        of all ranks: the sums of each class travel behind the header. Each call has weights of its own, so let
+        :func:`~fullrank.pooled_backward` call the loss once for all micro-batches. Where all ranks together have few
+        rows in a call, such as 32, pass weights counted in the training set: they rank better.
     """
 
     _checks = SummedLoss._checks | {"reduction": partial(check_choice, choices=REDUCTIONS)}
@@ -105,8 +103,7 @@ class CrossEntropyLoss(TorchLikeLoss):
             ranks, or ``"none"`` for this rank's elements.
         label_smoothing: in [0, 1], the share of the uniform distribution in the targets.
         class_weight: ``"balanced"``: the weights of scikit-learn for the elements of this call, of all ranks, so that
-            each class that is present weighs the same. With probabilities a class has the sum of its column. Not next
-            to ``weight``. For small batches pass the weights of the training set as ``weight`` instead.
+            each class that is present weighs the same. With probabilities a class has the sum of its column.
 
     Shape:
         inputs (N, C, *) with C >= 2; targets (N, *) or (N, *, 1) class indices, or (N, C, *) probabilities as floats;
@@ -229,13 +226,12 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
             buffer, as in torch. Weights of the rows of a batch are the ``sample_weight`` of the forward.
         pos_weight: >= 0, broadcast to the shape of the inputs: the factor on the positives, the same on every rank;
-            None for all 1. With the number of negatives over that of positives both weigh the same. A buffer.
+            None for all 1. A buffer.
         reduction: ``"mean"`` over the elements of all ranks, whose weights are not in the divisor, ``"sum"`` over all
             ranks, or ``"none"`` for this rank's elements.
         class_weight: ``"balanced"``: the weights of scikit-learn for the elements of this call, of all ranks, so that
             positives and negatives weigh the same; divided by the sum of the weights. Inputs (N, C, *) have C problems,
-            which are balanced one by one. Not next to ``weight`` or ``pos_weight``. For small batches pass
-            ``pos_weight``, the negatives over the positives of the training set, instead.
+            which are balanced one by one.
 
     Shape:
         inputs of any shape; targets the same, numbers in [0, 1], where one of (N,) and (N, 1) may stand for the other;

@@ -98,21 +98,18 @@ def token_log_probs(
     states and of the gradient of the weight.
 
     Args:
-        hidden: (..., T, D); the one at t scores ``tokens[..., t]``. Nothing is shifted: for a causal model pass
-            ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
+        hidden: (..., T, D); the one at t scores ``tokens[..., t]``: for a causal model pass ``hidden[:, :-1]`` and
+            ``tokens[:, 1:]``.
         tokens: (..., T) token indices; ``ignore_index`` where none is needed, as in the prompt: it is not projected.
         temperature: > 0, of the sampling. The logits are divided by it, after the soft cap.
-        return_entropy: whether to return the entropies of the distributions over tokens too, with their gradient, as in
+        return_entropy: return the entropies of the distributions over tokens too, with their gradient, as in
             ``log_probs, entropy = token_log_probs(..., return_entropy=True)``.
-        ignore_index: the token that is not needed.
 
     Returns:
         (..., T), float32, or float64 for float64 tensors; 0 for ``ignore_index``. With ``return_entropy`` (2, ..., T).
 
     Raises:
-        TypeError: for tensors that are not floating-point, tokens that are not integers, other DTensors.
-        ValueError: for a weight that FSDP2 has sharded again after its forward, with the two ways out; for shapes or
-            devices that do not fit; for tokens out of range.
+        TypeError, ValueError: as :func:`causal_lm_loss`.
 
     Degenerate: without a token that is needed all gradients are 0.
     Numerics: half precision is computed in float32. A second derivative raises.

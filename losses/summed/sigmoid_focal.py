@@ -49,9 +49,6 @@ def sigmoid_focal(
             or 1 for ``alpha=-1``; ``"sum"``, or ``"none"`` for the shape of ``inputs``.
         sample_weight: >= 0, dim 0 as ``inputs``, the others broadcastable; ``"mean"`` then divides by their sum.
 
-    Under ``"mean"`` the effective learning rate changes with the share of positives that happens to be in the batch,
-    unless their weight is that of the negatives. ``"mean_weighted"`` divides by the sum of the weights.
-
     Degenerate: no elements give 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
 

@@ -54,8 +54,7 @@ def softmax_focal(
         sample_weight: (N, *) >= 0; the counts become sums of weights.
 
     With class weights, ``"mean"`` lets the effective learning rate change with the classes that happen to be in the
-    batch: at weights 1 and 50 the weights of 100 rows add up to 100 without a row of the rare class, and to 247 with
-    three. ``"mean_weighted"`` divides by this sum, as ``torch.nn.CrossEntropyLoss(weight=alpha)`` does.
+    batch. ``"mean_weighted"`` divides by their sum, as ``torch.nn.CrossEntropyLoss(weight=alpha)`` does.
 
     Degenerate: no valid element gives 0 with zero gradients, and so do weights that are all 0.
     Numerics: half precision is computed and returned in float32; the gradient has the dtype of the inputs.
