@@ -24,8 +24,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from fullrank.preflight.checks import clock
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 VERSIONS = ("torch", "imbalanced-losses", "pytorch-metric-learning", "numpy")
@@ -268,3 +266,10 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds at which ``device`` has finished its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter()

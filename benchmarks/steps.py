@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from report import Run, interleave, print_table
+from report import Run, Step, clock, interleave, print_table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +31,7 @@ import fullrank
 from fullrank.losses import DistributedLoss, RetrievalSmoothAPLoss
 from fullrank.losses.embeddings.base import ContrastiveLoss
 from fullrank.preflight import checks
-from fullrank.preflight.checks import CLASSES, Arguments, Step, seconds_together
+from fullrank.preflight.checks import CLASSES, Arguments
 from fullrank.preflight.site import Site, open_site
 
 ROWS = (1_000, 100_000)  # of each rank
@@ -41,6 +41,7 @@ MOST_EMBEDDINGS, WIDTH = 2_048, 64  # their losses take quadratic time
 PRODUCT = 2_048  # rows of the matrices that are multiplied
 MOST_BYTES = 2**28  # of a copy; the time of a larger one is extrapolated
 WARM, COUNTED = 3, 4  # steps: first fill queue and caches, then count
+REPEATS, MOST_SECONDS = 10, 2.0  # of a step: fewer where it is slow
 PACKAGE, FOLDERS = Path(fullrank.__file__).parent, ("distributed", "kernels", "losses", "queues")
 
 
@@ -158,6 +159,19 @@ def _measure(site: Site, name: str, rows: int) -> StepCost:
         deterministic=_deterministic(alone),
         waited=waited or {},
     )
+
+
+def seconds_together(site: Site, step: Step) -> float:
+    """Return the median time of ``step``, which may communicate, on the slowest rank: ten runs, fewer if it is slow."""
+
+    def seconds() -> float:
+        start = clock(site.device)
+        step()
+        return clock(site.device) - start
+
+    first = [seconds() for _ in range(2)]
+    repeats = min(REPEATS, max(2, int(MOST_SECONDS / max(site.gather(first[1])))))
+    return max(site.gather(median(seconds() for _ in range(repeats))))
 
 
 def _inputs(loss: DistributedLoss, rows: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:

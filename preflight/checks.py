@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,14 +19,9 @@ from ..losses.base import HoldsQueue
 from .site import Place, Site
 
 Arguments = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of a loss, from outputs (N, C) and the class of each row
-Step = Callable[[], object]
 
 _FEATURES, CLASSES = 5, 3
 QUEUE = 48
-_REPEATS = 10
-_MEBIBYTE = 2**20
-_MAX_SIZE = 64  # MiB per rank
-_MAX_SECONDS = 2.0  # for all repeats together, so that the check stays short on a slow network
 
 
 class Failed(Exception):
@@ -196,42 +189,3 @@ def agreement(site: Site) -> str:
     _demand(None not in texts, "a rank did not raise")
     _demand(len(set(texts)) == 1, "the ranks raised different errors")
     return "bad input on one rank is raised on every rank"
-
-
-def latency(site: Site) -> str:
-    """Time a gather of one row: header, rows and checks."""
-    return f"{_gather_seconds(site, 4) * 1e6:.0f} us for one row"
-
-
-def bandwidth(site: Site) -> str:
-    """Time a gather of as many rows as fit into two seconds."""
-    seconds = _gather_seconds(site, _MEBIBYTE)
-    size = min(_MAX_SIZE, max(1, int(_MAX_SECONDS / _REPEATS / seconds)))
-    received = (site.world_size - 1) * size * _MEBIBYTE
-    rate = received / _gather_seconds(site, size * _MEBIBYTE)
-    return f"{rate / 1e9:.3g} GB/s received by each rank, {size} MiB from each"
-
-
-def _gather_seconds(site: Site, num_bytes: int) -> float:
-    rows = torch.zeros(num_bytes // 4, 1, device=site.device)
-    return seconds_together(site, lambda: all_gather_no_grad(rows))
-
-
-def seconds_together(site: Site, step: Step) -> float:
-    """Return the median time of ``step``, which may communicate, on the slowest rank: ten runs, fewer if it is slow."""
-
-    def seconds() -> float:
-        start = clock(site.device)
-        step()
-        return clock(site.device) - start
-
-    first = [seconds() for _ in range(2)]
-    repeats = min(_REPEATS, max(2, int(_MAX_SECONDS / max(site.gather(first[1])))))
-    return max(site.gather(median(seconds() for _ in range(repeats))))
-
-
-def clock(device: torch.device) -> float:
-    """Return the time in seconds at which ``device`` has finished its work."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.perf_counter()

@@ -21,10 +21,8 @@ CHECKS: dict[str, Callable[[Site], str]] = {
     **{f"gradient of {name}": checks.gradient_of(name) for name in checks.LOSSES},
     "control": checks.control,
     "agreement": checks.agreement,
-    "latency": checks.latency,
-    "bandwidth": checks.bandwidth,
 }
-OVER_RANKS = ("control", "agreement", "latency", "bandwidth")  # they have no meaning on one process
+OVER_RANKS = ("control", "agreement")  # they have no meaning on one process
 
 
 class Result(NamedTuple):

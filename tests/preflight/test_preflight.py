@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[str, Any, str, str, str]] = {
 
 
 LINE = re.compile(r"^  (\S.*?)  +(passed|skipped|FAILED|not run) *(.*)$", re.MULTILINE)
-NEED_RANKS = {"control", "agreement", "latency", "bandwidth"}
+NEED_RANKS = {"control", "agreement"}
 
 
 def test_on_two_processes(tmp_path: Path) -> None:
