@@ -47,14 +47,7 @@ class _Optimizes(BaseException):
 
 
 class State:
-    """What a step may change: the model, modules outside it, options of optimizers, scalers, and random states.
-
-    Args:
-        step: the modules that its code names, and all that are called in a run, are put back too.
-        model: the model that is trained.
-        losses: further modules.
-        disable_dropout: in all runs.
-    """
+    """What a step may change: the model, modules outside it, options of optimizers, scalers, and random states."""
 
     def __init__(self, step: Step, model: nn.Module, losses: Sequence[nn.Module], *, disable_dropout: bool) -> None:
         self.step, self.model, self.is_optimized = step, model, False
@@ -269,12 +262,7 @@ def _copied(model: nn.Module, group: ProcessGroup | None) -> nn.Module:
 
 
 class Reference:
-    """The step on one process: a copy of the model without wrappers, and a process group of this rank alone.
-
-    Args:
-        state: of the step.
-        build_model: makes the model without wrappers; None to copy the one that is trained.
-    """
+    """The step on one process: a copy of the model without wrappers, and a process group of this rank alone."""
 
     def __init__(self, state: State, build_model: Callable[[], nn.Module] | None) -> None:
         self.state = state

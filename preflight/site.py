@@ -59,10 +59,7 @@ class Site(NamedTuple):
 
 @contextmanager
 def open_site(backend: str | None, device: str | None, timeout: float) -> Iterator[Site]:
-    """Join the process group that the environment describes (one process without torchrun), and leave it afterwards.
-
-    A collective fails if a rank does not join it within ``timeout`` seconds.
-    """
+    """Join the process group of the environment, or of one process without torchrun, and leave it afterwards."""
     own_device = _find_device(device)
     backend = backend or dist.get_default_backend_for_device(own_device)
     limit = timedelta(seconds=timeout)
@@ -140,11 +137,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
 
 
 def products(device: torch.device) -> str:
-    """Multiply two float32 matrices, and return whether the product is full or rounded, as text.
-
-    A setting of torch, an environment variable or the library of the device may round the factors to TF32 or bfloat16.
-    The losses switch torch to full products while they compute.
-    """
+    """Return whether float32 products are full, or rounded to TF32 or bfloat16 by a setting or a library."""
     try:
         if not _rounds_products(device):
             return "full"

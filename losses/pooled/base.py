@@ -225,10 +225,7 @@ class RankingLoss(HoldsQueue):
     # The steps of a call, in the order in which they run.
 
     def _check_and_gather(self, given: Batch) -> tuple[Batch, Sequence[int] | None]:
-        """Return the checked rows of all ranks and how many each brought, None without a group.
-
-        If the checks fail on one rank, every rank raises.
-        """
+        """Return the checked rows of all ranks and how many each brought, None without a group."""
         call, group = type(self).__name__, self._resolve_group()
         if group is None:
             return self._check(given, None), None
@@ -362,11 +359,10 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
 
 
 def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
-    """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64.
+    """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64; ``draw`` is the seed.
 
     The classes present share half of the budget equally; rows without a class count as one class. The other half is
-    drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes. Rows ignored for every
-    class are not drawn. The number of the ``draw`` is the seed, so ranks with the same rows draw the same ones.
+    drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes; ignored rows are left out.
     """
     rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]

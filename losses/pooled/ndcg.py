@@ -242,10 +242,7 @@ class NDCGLoss(CurrentTemperature):
     def _of_queries(
         self, scores: Tensor, grades: Tensor, member: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each query (q,) float64, 0 where not valid, and which queries are valid.
-
-        Scores and relevances are (q, L), 0 outside of ``member``.
-        """
+        """Return the loss (q,) float64 of queries of L rows each, 0 outside of ``member``, and which are valid."""
         undefined = None
         if not bool(scores.detach().sum().isfinite()):
             undefined = scores.isnan().any(dim=1)  # [q]

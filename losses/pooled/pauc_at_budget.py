@@ -221,10 +221,9 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     @property
     def current_hardness(self) -> float | tuple[float, ...] | None:
-        """The lambda of ``"dro"``: ``dro_lambda`` if it is a number, else the one the last call found from ``beta``.
+        """The lambda of ``"dro"``, of the last call if it follows from ``beta``; of several classes a tuple.
 
-        One number, or with several classes or queries a tuple with one for each. None before the first call, after a
-        compiled call, and with the other surrogates. Reading it waits for an accelerator.
+        None before the first call, after a compiled call, and with the other surrogates. It waits for an accelerator.
         """
         if self.surrogate != "dro" or self.dro_lambda is not None:
             return self.dro_lambda

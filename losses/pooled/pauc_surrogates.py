@@ -92,10 +92,7 @@ def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialAr
 def check_used(
     surrogate: str, arguments: Mapping[str, object], used_by: Mapping[str, tuple[tuple[str, ...], object]]
 ) -> None:
-    """Raise ValueError for an argument that has no effect with ``surrogate`` and is not at its default.
-
-    ``used_by`` has the surrogates that use an argument, and its default.
-    """
+    """Raise ValueError for an argument that is not at its default and that ``surrogate`` does not use."""
     for name, (surrogates, default) in used_by.items():
         if surrogate not in surrogates and arguments[name] != default:
             fix = f"It acts with surrogate={' and '.join(map(repr, surrogates))} alone: leave it out, or choose one."
@@ -123,10 +120,7 @@ class Thresholds(NamedTuple):
 def missed_area(
     pool: Pool, area: PartialArea, temperature: float, *, with_stats: bool, whole: Thresholds | None = None
 ) -> MissedArea:
-    """Return the loss of each class of ``pool``, or of each query, with diagnostics if ``with_stats``.
-
-    ``whole`` are the thresholds of the pool of which this one has some queries: they share its scale.
-    """
+    """Return the loss of each class, or query; ``whole`` are the thresholds of the pool that this is a part of."""
     if pool.indexes is not None:
         return _of_queries(pool, area, temperature, with_stats)
     if area.surrogate == "dro":
@@ -214,10 +208,9 @@ def soft_maximum(
 ) -> tuple[PerClass, Tensor, Tensor]:
     """Return for each class the mean over its positives of the soft maximum over its negatives, lambda, and a variance.
 
-    A class is valid if it has a positive of positive weight and a negative. ``iid`` (M,) are the negatives and ``live``
-    (M,) the positives that count, None for all; differences of scores are divided by ``scales`` (C,) float64.
-    ``tilt`` is a lambda instead of the ``budget``. Lambda (C,) float64 is 1 where not valid; the variance (C,) float64,
-    of the losses of the positives, is empty if it is not asked for.
+    ``iid`` (M,) are the negatives and ``live`` (M,) the positives that count, None for all; differences of scores are
+    divided by ``scales`` (C,) float64. ``tilt`` is a lambda instead of the ``budget``. Lambda (C,) float64 is 1 where
+    not valid; the variance (C,) float64, of the losses of the positives, is empty if it is not asked for.
     """
     scores = pool.scores.contiguous()
     if scores.shape[1] == 0:
@@ -276,8 +269,7 @@ def _compact(
     """Return the positives in ``numerator`` and the rivals, of each class first its entries, then padding.
 
     They are a mask (C, P), None without padding, their scores and shares; and a mask (C, K), scores and weights, None
-    for 1. P and K are the largest numbers of any class, read at once, so the device is waited for once. Where values
-    cannot be read, as while compiling, the masks are those passed, (C, M), with all scores.
+    for 1. The device is waited for once. Where values cannot be read, the masks are those passed, (C, M).
     """
     scores, weight = pool.scores, pool.key_weight
     weight = None if weight is None else weight.expand_as(scores)
@@ -323,10 +315,7 @@ def fractions_of(area: PartialArea) -> list[float]:
 
 
 def thresholds_of(levels: Levels, area: PartialArea, temperature: float, has_reference: Tensor) -> Thresholds:
-    """Return the thresholds from the quantiles ``levels`` (C, L) at :func:`fractions_of`.
-
-    A class without a reference may have any numbers for levels.
-    """
+    """Return the thresholds from the quantiles (C, L) at :func:`fractions_of`; any numbers without a reference."""
     levels = levels.where(has_reference)
     num_edges = levels.base.shape[1] - (2 if area.scale == "iqr" else 0)
     ones = torch.ones(has_reference.shape, dtype=levels.base.dtype, device=levels.base.device)

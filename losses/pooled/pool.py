@@ -119,10 +119,7 @@ class Pool:
 
     @property
     def key_weight(self) -> Tensor | None:
-        """(M,), of the rows in all other sums: where they are compared, and in rates and quantiles; None for all 1.
-
-        It is > 0 for all members: rows of weight 0 are none.
-        """
+        """(M,), of the rows in all other sums, > 0 for all members: rows of weight 0 are none; None for all 1."""
         return self.weight if self.weighting == "rows" else None
 
     @_Once
@@ -136,10 +133,7 @@ class Pool:
         return torch.ones_like(self.positive) if self.member is None else self.member
 
     def queries(self) -> tuple[int, list[tuple[Tensor, Pool]]]:
-        """Return the number of queries, and pools of some of them, of which each is a class, with their places.
-
-        ``iid`` and ``weight`` are (C, M) there. The ratios of the weights count within a query.
-        """
+        """Return the number of queries, and pools of some of them, of which each is a class, with their places."""
         assert self.indexes is not None
         if self.indexes.is_meta:
             fix = "On the meta device the number of queries is unknown; leave indexes out to count operations."
@@ -264,10 +258,7 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the share of each positive of ``numerator`` in the mean of its class (C, M), and the valid classes (C,).
-
-    The shares of a valid class add up to 1. A class without a positive of positive weight is not valid.
-    """
+    """Return the share of each positive of ``numerator`` in the mean of its class (C, M), and which are valid (C,)."""
     if pool.weight is None:
         total = numerator.sum(dim=1).to(pool.scores.dtype)  # [C]
         return torch.where(numerator, total.reciprocal()[:, None], 0.0), total > 0
@@ -377,11 +368,10 @@ class PoolCounts:
 
 
 def query_blocks(indexes: Tensor) -> tuple[int, list[QueryBlock]]:
-    """Return the number of queries, and their rows in blocks.
+    """Return the number of distinct ``indexes`` (M,), the queries in sorted order, and their rows in blocks.
 
-    Rows with the same index (M,) are one query; queries are numbered in sorted order. A block has queries of similar
-    length: 1, 2, 3 to 4, 5 to 8 and so on. The shorter ones are padded to the longest, so there are at most twice as
-    many places as rows, and at most 64 blocks. Waits for the device three times, however many queries there are.
+    A block has queries of similar length: 1, 2, 3 to 4, 5 to 8 and so on, padded to the longest, so there are at most
+    twice as many places as rows, and at most 64 blocks. Waits for the device three times.
     """
     distinct, query = indexes.unique(return_inverse=True)
     count = torch.bincount(query, minlength=distinct.numel())

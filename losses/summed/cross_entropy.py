@@ -306,10 +306,7 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
 
 def _finite(usual: Callable[[], Tensor], other: Callable[[], Tensor], x: Tensor) -> Tensor:
-    """Return what ``usual`` returns if the host sees that it is finite, else what ``other`` returns.
-
-    Both return the same for finite logits ``x``. An accelerator is not waited for.
-    """
+    """Return ``usual()`` if the host sees that it is finite, else ``other()``, which is equal for finite ``x``."""
     if x.is_cpu and has_values(values := usual()) and math.isfinite(values.detach().sum()):  # no batch of targets
         return values
     return other()

@@ -139,10 +139,7 @@ def _elements(
 def check_classes(
     inputs: Tensor, targets: Tensor, ignore_index: int, validate_args: bool
 ) -> tuple[Tensor, Tensor | None, list[DeviceCheck | None]]:
-    """Return the targets as int64 (N, *), the mask of those that are classes, and the check of their range.
-
-    The mask is None if the host knows that all targets are classes, so that none is ignored.
-    """
+    """Return the targets as int64 (N, *), which are classes, None for all, and the check of their range."""
     check_inputs(inputs, targets)
     if inputs.ndim < 2:
         raise ValueError(expected("inputs", "shape (N, C, *)", inputs))

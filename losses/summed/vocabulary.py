@@ -183,10 +183,7 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def read_head(
     call: str, hidden: Any, weight: Any, bias: Any, **settings: Any
 ) -> tuple[Vocabulary, Tensor, Tensor | None]:
-    """Return how logits follow from hidden states, and this rank's weight and bias, or raise TypeError or ValueError.
-
-    The gradients of these reach DTensors. ``call`` heads the error of a collective that fails.
-    """
+    """Return how logits follow from hidden states, and this rank's weight and bias, whose gradients reach DTensors."""
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
