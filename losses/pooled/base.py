@@ -225,7 +225,10 @@ class RankingLoss(HoldsQueue):
     # The steps of a call, in the order in which they run.
 
     def _check_and_gather(self, given: Batch) -> tuple[Batch, Sequence[int] | None]:
-        """Return the checked rows of all ranks and how many each brought, None without a group."""
+        """Return the checked rows of all ranks and how many each brought, None without a group.
+
+        If the checks fail on one rank, every rank raises.
+        """
         call, group = type(self).__name__, self._resolve_group()
         if group is None:
             return self._check(given, None), None
