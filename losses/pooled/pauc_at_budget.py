@@ -344,9 +344,12 @@ class PAUCAtBudgetLoss(RankingLoss):
         tilts = missed.tilts
         has_numbers = tilts is not None and has_values(tilts) and not func_transforms_are_active()
         vars(self)["_tilts"] = tilts if has_numbers else None
-        if missed.flat is not None and self.validate_args and has_values(missed.flat):
-            self._hints.read(missed.flat, self._warn_of_flat)
+        self._observe_flat(missed.flat)
         return missed
+
+    def _observe_flat(self, flat: Tensor | None) -> None:
+        if flat is not None and self.validate_args and has_values(flat):
+            self._hints.read(flat, self._warn_of_flat)
 
     def _warn_of_flat(self, flat: list[bool]) -> None:
         if True not in flat:
