@@ -93,7 +93,6 @@ class PairLoss(ContrastiveLoss):
     hardness_strength = 0.0
     _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
-    _pairs_views = True  # so keys that are the queries are a mistake
 
     def __init__(
         self,
@@ -255,21 +254,10 @@ class PairLoss(ContrastiveLoss):
             return None, self._local_sums(of_keys, of_queries, further, share, learned)
 
         loss, _ = self._sum_over_ranks(compute, [of_keys, of_queries, *further], exchange, learned)
-        if has_values(loss):
-            if self._pairs_views and given.queries is given.keys:
-                fix = "Pass another view as keys, or rows and labels to SupConLoss."
-                self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
-            if self._enqueues:
-                added = of_keys.candidates.more.get("offsets")
-                weights = None if added is None else added.double().exp()  # float64, so that few underflow
-                self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels, sample_weight=weights)
-            if self._hints.should_observe(self, loss) and group is not None:
-                self._hints.observe_ranks(agreed.rows, [of_keys.live.rows, of_queries.live.rows])
-                self._hints.observe_labels(agreed.rows, of_keys.live.labels)
-                if given.mask is not None:
-                    self._hints.observe_ranks(agreed.rows, [of_keys.live.guide], "mask")
-                for side in further:
-                    self._hints.observe_ranks(side.counts, [side.live.rows], "negatives")
+        if has_values(loss) and self._enqueues:
+            added = of_keys.candidates.more.get("offsets")
+            weights = None if added is None else added.double().exp()  # float64, so that few underflow
+            self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels, sample_weight=weights)
         return loss
 
     def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:

@@ -148,13 +148,8 @@ class SupConLoss(ContrastiveLoss):
         loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
             self.queue.enqueue(*sides[-1].candidates[:2])
-        if self._hints.should_observe(self, loss):
+        if self._hints.should_observe(self):
             self._hints.observe_valid(has_pair, NO_PAIR)
-            if group is not None:
-                self._hints.observe_ranks(sides[-1].counts, sides[-1].live[:-1], "reference" if others else "rows")
-                views = embeddings.shape[1] if embeddings.ndim == 3 else 1
-                counts, numbers = [count // views for count in agreed.rows], anchors.live.labels[::views]
-                self._hints.observe_labels(counts, None if numbers.ndim == 2 else numbers)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
