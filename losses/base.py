@@ -34,6 +34,7 @@ from .hints import hints_of
 # The advice in the error when ranks differ in a fact.
 SAME_ARGUMENTS = "Construct it with the same arguments on every rank."
 SAME_TEMPERATURE = "Set the same temperature, a number or None, or advance the same schedule, on every rank."
+_SAME_KERNELS = "Build the extension on every rank, or set FULLRANK_NATIVE=0 on all of them."
 _SAME_ORDER = "Call the losses in the same order on every rank: keep them in a list or a dict, not in a set."
 _SAME_MODE = (
     "Call train() or eval(), and enable or disable gradients, on every rank; gather_distributed=False lets a rank work "
@@ -170,9 +171,7 @@ class DistributedLoss(nn.Module):
         return {
             "name": State(self.name, _SAME_ORDER),
             "arguments": States(self._arguments(), SAME_ARGUMENTS),
-            "kernels": State(
-                native.KERNELS, "Build the extension on every rank, or set FULLRANK_NATIVE=0 on all of them."
-            ),
+            "kernels": State(native.KERNELS, _SAME_KERNELS),
             "gradient_reduction": State(self.gradient_reduction, SAME_REDUCTION),
             **self._surrounding_facts,
         }
@@ -232,16 +231,6 @@ class CurrentTemperature(DistributedLoss, SavedState):
         return {"temperature": None if saved == -1 else check_temperature(saved, name=name)}
 
 
-class _Position(State):
-    """The position of a queue, whose fields messages name."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        names = "pointer", "length", "rows so far", "has weights"
-        return f"({', '.join(f'{name} {number}' for name, number in zip(names, self.value))})"  # type: ignore[call-overload]
-
-
 class HoldsQueue(CurrentTemperature):
     """Base of the losses with a memory queue.
 
@@ -272,8 +261,7 @@ class HoldsQueue(CurrentTemperature):
         return self.queue.rows() if self._ranks_queue and len(self.queue) else None
 
     @property
-    def _enqueues(self) -> bool:
-        # A validation of which only the model is in eval mode calls the loss without gradients.
+    def _enqueues(self) -> bool:  # a validation of which only the model is in eval mode runs without gradients
         return self.queue_size > 0 and (self.update_queue_in_eval or (self.training and torch.is_grad_enabled()))
 
     @property
@@ -289,7 +277,8 @@ class HoldsQueue(CurrentTemperature):
         if self.queue_size:
             facts["enqueues rows"] = State(self._enqueues, _SAME_MODE)
             facts["ranks queued rows"] = State(self._ranks_queue, _SAME_MODE)
-            facts["queue"] = _Position(self.queue.position, SAME_QUEUE)
+            names = "pointer", "length", "rows so far", "has weights"
+            facts["queue"] = State(dict(zip(names, self.queue.position)), SAME_QUEUE)
         return facts
 
     def reset_queue(self) -> None:

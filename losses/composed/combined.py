@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,6 @@ _OPTIONAL = ("iid_mask", "sample_weight", "indexes")
 class LossOfParts(SavedState):
     """Base of the losses that are made of other losses, their parts."""
 
-    def _members(self) -> Iterable[Any]:
-        """Return the losses, the one whose settings are shown first."""
-        raise NotImplementedError
-
     @property
     def gather_distributed(self) -> bool | None:
         """The setting of the first part that has one. Assigning it sets all parts."""
@@ -46,19 +42,13 @@ class LossOfParts(SavedState):
 
     def _gathering_losses(self) -> list[Any]:
         """Return the modules that have the setting, including those inside adapters."""
-        modules = (module for part in self._members() for module in part.modules())
-        return [module for module in modules if hasattr(module, "gather_distributed")]
+        return [module for module in [*self.modules()][1:] if hasattr(module, "gather_distributed")]
 
     def _compare_over_ranks(self, name: str, fact: State) -> None:
         """Let the losses of this package, including those inside adapters, compare ``fact`` between the ranks."""
         for module in self.modules():
             if isinstance(module, DistributedLoss):
                 module._surrounding_facts[name] = fact
-
-    def _call_each(self, name: str, *args: object) -> None:
-        for part in self._members():
-            if hasattr(part, name):
-                getattr(part, name)(*args)
 
 
 def check_module(name: str, loss: object) -> nn.Module:
@@ -104,12 +94,8 @@ class CombinedLoss(LossOfParts):
 
     Equal to ``weights["ce"] * losses["ce"](logits, targets) + weights["ap"] * losses["ap"](logits, targets) + ...``,
     as one module. After a call, the dict ``parts`` has the value of each part by name, without its weight and its
-    graph, for logging. The calls of a training loop are passed on to the parts that have such methods.
-
-    With several ranks, the gradient equals that of one process only if each part is a loss of this package. The losses
-    of torch average on each rank: use :class:`~fullrank.CrossEntropyLoss` and :class:`~fullrank.BCEWithLogitsLoss`
-    instead. The losses of torch are allowed, and get the targets in the form they require, as in
-    :class:`~fullrank.LossWarmupWrapper`.
+    graph, for logging. The calls of a training loop are passed on to the parts that have such methods. Losses of torch
+    are allowed as in :class:`~fullrank.LossWarmupWrapper`; with several ranks they average on each.
 
     Args:
         losses: the parts, modules that are called with ``(logits, targets)``, by name. The names have no dots.
@@ -183,9 +169,6 @@ class CombinedLoss(LossOfParts):
             check_amount(f"weights[{name!r}]", weight)
         self._weights = {name: float(weights[name]) + 0.0 for name in names}  # + 0.0 so that -0.0 has the text of 0.0
 
-    def _members(self) -> Iterable[Any]:
-        return self.losses.values()
-
     @not_compiled
     def forward(
         self,
@@ -212,20 +195,19 @@ class CombinedLoss(LossOfParts):
                 raise TypeError(expected(name, "None, because no part takes it", value))
         self._compare_over_ranks("weights", State(self._weights, _SAME_WEIGHTS))
 
+        validate_args = all(getattr(module, "validate_args", True) for module in self.losses.values())
+
+        def value_of(name: str) -> Tensor:
+            part = self.losses[name]
+            of_part = targets_for(part, logits, targets, validate_args=validate_args)
+            value = part(logits, of_part, **{key: options[key] for key in self._takes[name] if key in options})
+            if not isinstance(value, Tensor):
+                returned = Words(type(value).__name__)
+                raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
+            return value
+
         def evaluate() -> Offer[dict[str, Tensor]]:
-            values = {}
-            validate_args = all(getattr(module, "validate_args", True) for module in self._members())
-
-            def value_of(name: str) -> Tensor:
-                part = self.losses[name]
-                of_part = targets_for(part, logits, targets, validate_args=validate_args)
-                value = part(logits, of_part, **{key: options[key] for key in self._takes[name] if key in options})
-                if not isinstance(value, Tensor):
-                    returned = Words(type(value).__name__)
-                    raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
-                return value
-
-            summed, pooled = self._agreeing_once
+            values, (summed, pooled) = dict[str, Tensor](), self._agreeing_once
             for name in self._order:
                 if name == pooled and summed:
                     values[name], values[summed] = agree_once(partial(value_of, name), partial(value_of, summed))
@@ -234,7 +216,7 @@ class CombinedLoss(LossOfParts):
             return Offer(values)
 
         of_package = [module for module in self.modules() if isinstance(module, DistributedLoss)]
-        if of_package and not all(isinstance(part, DistributedLoss) for part in self._members()):
+        if of_package and not all(isinstance(part, DistributedLoss) for part in self.losses.values()):
             values = agree_on(type(self).__name__, of_package[0]._resolve_group(), evaluate).value
         else:  # a loss of this package raises on every rank by itself
             values = evaluate().value
@@ -254,6 +236,11 @@ class CombinedLoss(LossOfParts):
     def reset_queue(self) -> None:
         """Remove all queued rows of the parts that have a queue. With several ranks, call it on every rank."""
         self._call_each("reset_queue")
+
+    def _call_each(self, name: str, *args: object) -> None:
+        for part in self.losses.values():
+            if hasattr(part, name):
+                getattr(part, name)(*args)
 
     def _saved(self) -> dict[str, Tensor]:  # the weights, unless they are those of the constructor, by sorted names
         if self._weights == self._first_weights:

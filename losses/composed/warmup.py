@@ -21,22 +21,18 @@ _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the sa
 class LossWarmupWrapper(LossOfParts):
     r"""Train with ``warmup_loss`` first, blend, then with ``main_loss``, at a temperature that may decay.
 
-    A ranking loss gives little gradient while all scores are close together, and a pointwise loss spreads them. Blend
-    unit k of n, from 0, has
+    A ranking loss has little gradient while all scores are close together. Blend unit k of n, from 0, has
 
     .. math:: L = (1 - w) \, L_\text{warmup} + w \, L_\text{main}, \quad
               w = \frac{k + 1}{n + 1} \cdot \text{final\_main\_weight}
 
     The switch is at step ``warmup_steps``, or at the first step after ``warmup_epochs``. There the queue of
-    ``main_loss`` is reset. The temperature of ``main_loss`` does not change, unless ``temp_start`` and ``temp_end`` are
-    passed. Then, from the switch on, the temperature is
+    ``main_loss`` is reset. With ``temp_start`` and ``temp_end`` its temperature is from then on
 
     .. math:: \tau(s) = \tau_\text{start} \, (\tau_\text{end} / \tau_\text{start})^{\min(s / S, 1)}
 
-    with s the steps since the switch and S ``temp_decay_steps``; without a warm-up it starts at ``temp_start``.
-
-    Call :meth:`on_train_batch_start` in every step, and :meth:`on_train_epoch_start` in every epoch if the warm-up is
-    counted in epochs. Without these calls the warm-up never ends.
+    with s the steps since the switch and S ``temp_decay_steps``. Call :meth:`on_train_batch_start` in every step, and
+    :meth:`on_train_epoch_start` in every epoch if the warm-up is counted in epochs, or it never ends.
 
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks, as
     :class:`~fullrank.BCEWithLogitsLoss` and :class:`~fullrank.CrossEntropyLoss` do. The losses of torch average on each
@@ -53,7 +49,7 @@ class LossWarmupWrapper(LossOfParts):
             to 0.1.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
-        warmup_steps, blend_steps: the lengths in steps instead of epochs; ``blend_steps`` requires ``warmup_steps``.
+        warmup_steps, blend_steps: the lengths in steps instead; ``blend_steps`` requires ``warmup_steps``.
         final_main_weight: in (0, 1], the weight of ``main_loss`` after the blend.
         reset_queue_each_epoch: also reset the queue at the start of each epoch after the switch, once per epoch.
         gather_distributed: None leaves the settings of the two losses; another value is set on both, also when it is
@@ -104,17 +100,15 @@ class LossWarmupWrapper(LossOfParts):
         gather_distributed: bool | None = None,
     ) -> None:
         super().__init__()
+        self.main_loss = check_module("main_loss", main_loss)  # first, so that its settings are shown
         self.warmup_loss = check_module("warmup_loss", warmup_loss)
-        self.main_loss = check_module("main_loss", main_loss)
         self._warmup_takes_weight = takes(warmup_loss, "sample_weight")
         check_count("warmup_epochs", warmup_epochs, 0)
         check_count("blend_epochs", blend_epochs, 0)
-        for name, steps in (("warmup_steps", warmup_steps), ("blend_steps", blend_steps)):
-            if steps is not None:
-                check_count(name, steps, 0)
+        check_count("warmup_steps", 0 if warmup_steps is None else warmup_steps, 0)
+        check_count("blend_steps", 0 if blend_steps is None else blend_steps, 0)
         if warmup_steps is not None and warmup_epochs > 0:
-            what = "None with warmup_epochs > 0"
-            raise ValueError(expected("warmup_steps", what, warmup_steps, "Give one of them."))
+            raise ValueError(expected("warmup_steps", "None with warmup_epochs > 0", warmup_steps, "Give one of them."))
         if blend_steps is not None and warmup_steps is None:
             raise ValueError(expected("blend_steps", "None without warmup_steps", blend_steps, "Give both in steps."))
         if blend_epochs > 0 and warmup_steps is not None:
@@ -134,29 +128,26 @@ class LossWarmupWrapper(LossOfParts):
         self._step: int | None = None
         self._switch_step: int | None = None
         self._warned: set[str] = set()
-        temperatures = temp_start is not None
         self.reset_queue_each_epoch = reset_queue_each_epoch
-        if temperatures and not hasattr(main_loss, "temperature"):
-            warn(
-                f"{type(main_loss).__name__} has no temperature: the schedule has no effect. An adapter around a loss "
-                "needs a property `temperature` that reads and sets that of the loss."
-            )
-        elif temperatures and getattr(main_loss, "surrogate", None) == "dro":
+        temperatures = temp_start is not None
+        if temperatures and getattr(main_loss, "surrogate", None) == "dro":
             what = "None, because surrogate='dro' has no temperature"
             raise ValueError(expected("temp_start, temp_end", what, temp_start, "Or choose another surrogate."))
-        elif temperatures and not self.in_warmup:
+        for setting, is_set, name in (
+            ("temp_start", temperatures, "temperature"),
+            ("reset_queue_each_epoch", reset_queue_each_epoch, "reset_queue"),
+        ):
+            if is_set and not hasattr(main_loss, name):
+                fix = f"An adapter around a loss needs an attribute `{name}` that is that of the loss."
+                warn(f"{type(main_loss).__name__} has no {name}: {setting} has no effect. {fix}")
+        if temperatures and hasattr(main_loss, "temperature") and not self.in_warmup:
             self.main_loss.temperature = temp_start
-        if reset_queue_each_epoch and not hasattr(main_loss, "reset_queue"):
-            warn(f"{type(main_loss).__name__} has no reset_queue(): reset_queue_each_epoch has no effect.")
         if check_gather_distributed(gather_distributed) is not None:
             self.gather_distributed = gather_distributed
         has_length = warmup_epochs or blend_epochs or warmup_steps is not None
         if not (has_length or temperatures or reset_queue_each_epoch or final_main_weight < 1):
             fix = "Pass warmup_steps=1000 and call on_train_batch_start(global_step), or use main_loss alone."
             raise ValueError(expected("warmup_epochs", "a length of the warm-up or the blend", warmup_epochs, fix))
-
-    def _members(self) -> tuple[Any, ...]:
-        return self.main_loss, self.warmup_loss
 
     @property
     def _lengths(self) -> tuple[int, int, int]:
@@ -231,7 +222,7 @@ class LossWarmupWrapper(LossOfParts):
         weight = self.main_weight
         self._compare_over_ranks("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
-            self._warn_of_missing_calls(weight)
+            self._warn_of_missing_calls()
         validate_args = getattr(self.main_loss, "validate_args", True)
         if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.
             options = {"sample_weight"} & kwargs.keys() if self._warmup_takes_weight else ()
@@ -251,23 +242,17 @@ class LossWarmupWrapper(LossOfParts):
             return main._replace(loss=blended) if hasattr(main, "_replace") else (blended, *main[1:])
         return blended
 
-    def _warn_of_missing_calls(self, weight: float) -> None:
-        _, warmup, blend = self._lengths
-        hook, unit, now = "on_train_epoch_start(epoch)", "epoch", self._epoch
-        if self.warmup_steps is not None:
-            hook, unit, now = "on_train_batch_start(global_step)", "step", self._step
-        if now is None and warmup + blend > 0:
-            phase = "warm-up" if weight == 0 else "blend"
-            text = f"{hook} was never called, so the {phase} never ends. Call it at the start of every {unit}."
-        elif weight > 0 and self._switch_step is None and self.temp_start is not None:
-            when, which = (" after the warm-up", "that of main_loss") if warmup else ("", "temp_start")
-            never = f"on_train_batch_start(global_step) was never called{when}"
-            text = f"{never}, so the temperature stays {which}. Call it in every step."
-        else:
-            return
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(f"LossWarmupWrapper: {text}")
+    def _warn_of_missing_calls(self) -> None:
+        of_steps = (self.warmup_steps or 0) + (self.blend_steps or 0) > 0 or self.temp_start is not None
+        for hook, is_missing in (
+            ("on_train_batch_start(global_step)", of_steps and self._step is None),
+            ("on_train_epoch_start(epoch)", self.warmup_epochs + self.blend_epochs > 0 and self._epoch is None),
+        ):
+            if is_missing and hook not in self._warned:
+                self._warned.add(hook)
+                warn(
+                    f"LossWarmupWrapper: {hook} was never called, so the schedule stands still. Call it on every rank."
+                )
 
     def _reset_queue(self) -> None:
         if hasattr(self.main_loss, "reset_queue"):

@@ -7,11 +7,9 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ from ...distributed.exchange import Exchange
 from ...distributed.group import gradient_scale
 from ...distributed.header import each_or_raise, has_tangent
 from ...distributed.torch_private import func_transforms_are_active, note_kind
-from ...errors import RankRuntimeError, Words, expected
+from ...errors import RankRuntimeError, Words, check_temperature, expected
 from ...kernels import native
 from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
@@ -32,6 +30,9 @@ from ..hints import Empty
 from ..rows import check_device, checked_embeddings, compute_dtype, unit_rows
 
 T = TypeVar("T")
+# What belongs to each of a number of rows: "rows" (N, D), and where there are such columns "labels" (N,), the "guide"
+# (N, G) of another model, the "weight" (N,), and more by name.
+Columns = dict[str, Tensor]
 NO_PAIR = Empty(
     "no row had another one of its label",
     "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
@@ -64,6 +65,8 @@ class ContrastiveLoss(HoldsQueue):
         of its own rows, and all raise if one fails, such as for lack of memory. Every rank gets the same value.
     """
 
+    _checks = HoldsQueue._checks | {"temperature": lambda _, value: check_temperature(value)}  # none is automatic
+
     def __init__(
         self,
         normalize: bool = True,
@@ -95,23 +98,9 @@ class ContrastiveLoss(HoldsQueue):
         queued = self._queued_rows()
         if queued is None:
             return []
-        more = {} if queued.sample_weight is None else {"offsets": queued.sample_weight.log()}
-        return [Columns(queued.logits.to(like.rows), queued.targets.to(like.labels), more=more)]
-
-    def _gradient_of_given(self, side: Side, factor: int) -> Tensor | None:
-        """Return ``factor`` times the gradient of the rows that the caller passed; None if it is not needed."""
-        gradient, others, rows, unit = side.grad_anchors, side.grad_candidates, side.own.rows, side.anchors.rows
-        if others is not None:
-            gradient = others if gradient is None else gradient + others
-        if gradient is None or not self.normalize:
-            return None if gradient is None else (factor * gradient).to(rows.dtype)
-        found = native.unit_gradient(rows.to(unit.dtype), unit, gradient, factor)
-        if found is not None:
-            return found.to(rows.dtype)
-        length = (rows * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
-        along = (gradient * unit).sum(dim=1, keepdim=True)
-        across = torch.addcmul(gradient, unit, along, value=-1)
-        return across.div_(torch.where(length == 0, 1.0, length) / factor).to(rows.dtype)
+        rows = queued.logits.to(like["rows"])
+        offsets = None if queued.sample_weight is None else queued.sample_weight.log()
+        return [present(rows=rows, labels=queued.targets.to(rows.device), offsets=offsets)]
 
     def _sum_over_ranks(
         self,
@@ -128,9 +117,7 @@ class ContrastiveLoss(HoldsQueue):
         whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of it. A
         sharded parameter keeps the full gradient on its rank: no wrapper reduces it.
         """
-        inputs = [side.own.rows for side in sides]
-        for item in learned:
-            inputs.append(item.parameter)
+        inputs = [side.own["rows"] for side in sides] + [item.parameter for item in learned]
         with_grad = torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in inputs]
         k, share = 1, 1.0
         with torch.no_grad():
@@ -151,9 +138,9 @@ class ContrastiveLoss(HoldsQueue):
                 k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
                 share = min(1.0, k / exchange.group.size())
             value, *slopes = sums.unbind()
-            value = value.to(sides[0].anchors.rows.dtype)
+            value = value.to(sides[0].anchors["rows"].dtype)
             if with_grad:
-                gradients = [self._gradient_of_given(side, k) for side in sides]
+                gradients = [gradient_of_given(side, k, self.normalize) for side in sides]
                 for slope, item in zip(slopes, learned):
                     if item.limit < math.inf:  # above it, there is a gradient only if that lowers the parameter
                         slope = torch.where(item.like(value) > item.limit, slope.clamp_min(0.0), slope)
@@ -190,24 +177,16 @@ class Learned(NamedTuple):
         return self.parameter.detach().reshape(()).to(tensor)
 
 
-class Columns(NamedTuple):
-    """What belongs to each of a number of rows; None for what there is not."""
-
-    rows: Any  # [N, D]
-    labels: Any = None  # [N]
-    guide: Any = None  # [N, G] of another model; of fewer if only the first rows have it
-    weight: Tensor | None = None  # [N]
-    more: Mapping[str, Tensor] = MappingProxyType({})  # [N, ...] each: the offsets of candidates, and of a RowLoss all
+def present(**columns: Tensor | None) -> Columns:
+    """Return those of ``columns`` that there are."""
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
     """Return the columns of ``parts``, one after another. Only the last parts may lack one that others have."""
     if len(parts) == 1:
         return parts[0]
-    columns = map(partial(filter, torch.is_tensor), zip(*[part[:-1] for part in parts]))
-    fields: list[Any] = [torch.cat(present) if (present := [*column]) else None for column in columns]
-    fields.append({name: torch.cat([part.more[name] for part in parts]) for name in parts[0].more})
-    return Columns(*fields)
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in parts[0]}
 
 
 @dataclass(slots=True)
@@ -238,31 +217,48 @@ class Side:
     def gather(self, exchange: Exchange, counts: tuple[int, ...], arrived: Columns | None = None) -> None:
         """Set the columns of all ranks, those that have ``arrived`` or else those of a collective."""
         if arrived is None:
-            own = {name: column for name, column in self.own._asdict().items() if torch.is_tensor(column)}
-            rows = exchange.rows([*own.values(), *self.own.more.values()], counts)
-            columns: dict[str, Any] = dict(zip(own, rows))
-            arrived = Columns(**columns)._replace(more=dict(zip(self.own.more, rows[len(own) :])))
-        self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.rank])
+            arrived = dict(zip(self.own, exchange.rows([*self.own.values()], counts)))
+        self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.group.rank()])
 
-    def compare(self, normalize: bool) -> None:
-        """Set the columns as they are compared, in the dtype of the computation."""
-        stay = self.live.rows is None
-        columns = self.own if stay else self.live
-        rows = unit_rows(columns.rows) if normalize else columns.rows.to(compute_dtype(columns.rows.dtype))
-        guide = None if columns.guide is None else unit_rows(columns.guide)
-        begin = 0 if stay else self.first
-        place = slice(begin, begin + len(self.own.rows))
-        self.candidates = columns._replace(rows=rows, guide=guide)
-        self.anchors = self.own._replace(rows=rows[place], guide=None if guide is None else guide[place])
+
+def compare(sides: Sequence[Side], normalize: bool) -> None:
+    """Set the columns of ``sides`` as they are compared, in the dtype of the computation."""
+    compared = [{**(side.live if "rows" in side.live else side.own)} for side in sides]
+    for name in ("rows", "guide") if "guide" in compared[0] else ("rows",):
+        parts = [columns[name] for columns in compared]
+        rows = torch.cat(parts) if len(parts) > 1 else parts[0]  # one call for all sides
+        rows = unit_rows(rows) if normalize or name == "guide" else rows.to(compute_dtype(rows.dtype))
+        for columns, part in zip(compared, rows.split([*map(len, parts)]) if len(parts) > 1 else [rows]):
+            columns[name] = part
+    for side, columns in zip(sides, compared):
+        side.candidates = side.anchors = columns
+        if len(columns["rows"]) != len(side.own["rows"]):
+            place = slice(side.first, side.first + len(side.own["rows"]))
+            side.anchors = {name: column[place] for name, column in columns.items()}
+
+
+def gradient_of_given(side: Side, factor: int, normalize: bool) -> Tensor | None:
+    """Return ``factor`` times the gradient of the rows that the caller passed; None if it is not needed."""
+    gradient, others, rows, unit = side.grad_anchors, side.grad_candidates, side.own["rows"], side.anchors["rows"]
+    if others is not None:
+        gradient = others if gradient is None else gradient + others
+    if gradient is None or not normalize:
+        return None if gradient is None else (factor * gradient).to(rows.dtype)
+    found = native.unit_gradient(rows.to(unit.dtype), unit, gradient, factor)
+    if found is not None:
+        return found.to(rows.dtype)
+    length = (rows * unit).sum(dim=1, keepdim=True)  # 0 for a row of zeros, which counts as 1
+    along = (gradient * unit).sum(dim=1, keepdim=True)
+    across = torch.addcmul(gradient, unit, along, value=-1)
+    return across.div_(torch.where(length == 0, 1.0, length) / factor).to(rows.dtype)
 
 
 class SumOfBlocks(NamedTuple):
     """A sum of losses of anchors, with its gradients; None for those that are not needed."""
 
-    total: Tensor  # () float64
+    sums: Tensor  # [1 + L] float64: the loss, and the gradients of the logarithm of the scale, and of a bias
     grad_anchors: Tensor | None  # [n, D]
     grad_candidates: Tensor | None  # [K, D]
-    grad_learned: list[Tensor]  # () float64 each: of the logarithm of the scale, and of the bias if there is one
 
 
 @exact
@@ -283,25 +279,25 @@ def sum_of_blocks(
     anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K). ``copies`` says how many
     tensors (b, K) it holds, so that those of a block stay in bounds.
     """
-    total = anchors.new_zeros((), dtype=torch.float64)
-    scaled = anchors * scale
-    grad_anchors = torch.zeros_like(anchors) if needs[0] else None
-    grad_candidates = torch.zeros_like(candidates) if needs[1] else None
-    grad_learned = [total.clone(), total.clone()][: 1 + (bias is not None)] if needs[2] else []
+    scaled, sums, of_anchors, of_candidates = anchors * scale, list[Tensor](), list[Tensor](), None
     for place, scores in blocks_of_scores(scaled, candidates, copies=copies):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
-        total += value
+        block, numbers = scaled[place], [value]
         if needs[0] or needs[2]:
             mean = slope @ candidates  # [b, D]
             if needs[2]:
-                grad_learned[0] += (mean * scaled[place]).sum(dim=1).sum(dtype=torch.float64)
+                numbers.append((mean * block).sum(dim=1).sum(dtype=torch.float64))
             if needs[2] and bias is not None:
-                grad_learned[1] += slope.sum(dim=1).sum(dtype=torch.float64)
-            if grad_anchors is not None:
-                torch.mul(mean, scale, out=grad_anchors[place])
-        if grad_candidates is not None:
-            grad_candidates.addmm_(slope.t(), scaled[place])
-    return SumOfBlocks(total, grad_anchors, grad_candidates, grad_learned)
+                numbers.append(slope.sum(dim=1).sum(dtype=torch.float64))
+            of_anchors.append(mean.mul_(scale))
+        if needs[1]:
+            of_candidates = slope.t() @ block if of_candidates is None else of_candidates.addmm_(slope.t(), block)
+        sums.append(torch.stack(numbers))
+    if not sums:
+        sums = [scaled.new_zeros(1 + needs[2] * (1 + (bias is not None)), dtype=torch.float64)]
+        of_anchors, of_candidates = [torch.zeros_like(anchors)], torch.zeros_like(candidates)
+    grad_anchors = (of_anchors[0] if len(of_anchors) == 1 else torch.cat(of_anchors)) if needs[0] else None
+    return SumOfBlocks(sum(sums[1:], sums[0]), grad_anchors, of_candidates if needs[1] else None)
 
 
 def blocks_of_scores(

@@ -18,11 +18,23 @@ from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
-from ...errors import Words, check_amount, check_choice, check_positive, check_temperature, check_tensor, expected
+from ...errors import Words, check_amount, check_choice, check_positive, check_tensor, expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, weight_of_rows, weight_unit
-from .base import Columns, ContrastiveLoss, Learned, Side, anchors_at_once, check_like, joined, lowest, sum_of_blocks
+from .base import (
+    Columns,
+    ContrastiveLoss,
+    Learned,
+    Side,
+    anchors_at_once,
+    check_like,
+    compare,
+    joined,
+    lowest,
+    present,
+    sum_of_blocks,
+)
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
@@ -114,7 +126,6 @@ class PairLoss(ContrastiveLoss):
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn else None)
         self.register_parameter("logit_bias", None)
-        check_temperature(temperature)
         self._start_temperature(temperature)
 
     @property
@@ -139,10 +150,10 @@ class PairLoss(ContrastiveLoss):
         if self.logit_scale is None:
             self._temperature = value
         else:
-            lowest = 1 / self.max_logit_scale
-            if check_positive("temperature", value) < lowest * (1 - 1e-9):
+            if value < (1 - 1e-9) / self.max_logit_scale:
+                what = f"at least 1 / max_logit_scale = {1 / self.max_logit_scale:g}"
                 fix = "Pass a larger max_logit_scale, or do not learn the temperature."
-                raise ValueError(expected("temperature", f"at least 1 / max_logit_scale = {lowest:g}", value, fix))
+                raise ValueError(expected("temperature", what, value, fix))
             with torch.no_grad():
                 self.logit_scale.fill_(-math.log(value))
 
@@ -196,35 +207,31 @@ class PairLoss(ContrastiveLoss):
                 learned.append(Learned(name, parameter, hasattr(parameter, "full_tensor"), limit, needs_grad))
 
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
-            if self.logit_scale is None:
-                check_temperature(self._temperature)
             sides = self._checked_sides(given, group)
             of_queries, of_keys, *further = sides
-            for item in learned:
-                if not item.parameter.is_meta:
-                    check_values("queries", queries)
-            weight, check = weight_of_rows(given.sample_weight, queries, "queries", self.validate_args)
-            totals: list[Tensor | float] = [0.0, 0.0, float(len(further[0].own.rows)) if further else 0.0]
+            weight = check = None
+            if given.sample_weight is not None:
+                weight, check = weight_of_rows(given.sample_weight, queries, "queries", self.validate_args)
+            totals: list[Tensor | float] = [0.0, 0.0, float(len(further[0].own["rows"])) if further else 0.0]
             if weight is not None and not weight.is_meta:
                 unit = weight_unit(weight)  # so that no sum of weights overflows
                 totals[:2] = (weight / unit).sum(), unit
-            facts, checksum = dict[str, object](), None
-            if group is not None:
-                facts, checksum = {**self._facts(), "queries": describe_rows(queries)}, self._checksum
-                facts["columns"] = [*of_keys.own.more]
-                facts |= {} if given.sample_weight is None else {"sample_weight": True}
-                for item in learned:
-                    facts[f"{item.name} is sharded"] = item.is_sharded
-                    totals.append(0.0 if item.is_sharded else item.parameter.detach())
-                for side in further:
-                    for name, column in {**side.own._asdict(), **side.own.more, "more": None}.items():
-                        facts |= {} if column is None else {f"{name} of negatives": describe_rows(column)}
-            rows = guide = None
-            if self.symmetric or not _OF_QUERIES.isdisjoint(self.directions):
-                rows, guide = of_queries.own.rows, of_queries.own.guide
-            own, names = of_keys.own, (*_TENSORS, *[f"{name} of keys" for name in of_keys.own.more])
-            tensors = own.rows, rows, own.labels, own.guide, guide, *own.more.values()
-            return Offer((sides, weight), facts, len(own.rows), totals, checksum, check, tensors, names)
+            if group is None:
+                return Offer((sides, weight), rows=len(queries), totals=totals, check=check)
+            own, more = of_keys.own, _more_columns(of_keys.own)
+            facts = {**self._facts(), "queries": describe_rows(queries), "columns": [*more]}
+            if weight is not None:
+                facts["sample_weight"] = True
+            for item in learned:
+                facts[f"{item.name} is sharded"] = item.is_sharded
+                totals.append(0.0 if item.is_sharded else item.parameter.detach())
+            for side in further:
+                facts |= {f"{name} of negatives": describe_rows(column) for name, column in side.own.items()}
+            queries_travel = self.symmetric or not _OF_QUERIES.isdisjoint(self.directions)
+            back = of_queries.own if queries_travel else {}
+            tensors = own["rows"], back.get("rows"), own.get("labels"), own.get("guide"), back.get("guide")
+            names = *_TENSORS, *[f"{name} of keys" for name in more]
+            return Offer((sides, weight), facts, 0, totals, self._checksum, check, (*tensors, *more.values()), names)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
@@ -235,29 +242,31 @@ class PairLoss(ContrastiveLoss):
         of_queries, of_keys, *further = sides
         if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
             with torch.no_grad():
-                rows, of_back, labels, guide, guide_of_back, *columns = gather_after(call, exchange.group, agreed)
-                more = dict(zip(of_keys.own.more, columns))
-                of_keys.gather(exchange, agreed.rows, Columns(rows, labels, guide, more=more))
-                of_queries.gather(exchange, agreed.rows, Columns(of_back, labels, guide_of_back))
+                rows, back, labels, guide, guide_back, *others = gather_after(call, exchange.group, agreed)
+                more = dict(zip(_more_columns(of_keys.own), others))
+                of_keys.gather(exchange, agreed.rows, present(rows=rows, labels=labels, guide=guide, **more))
+                of_queries.gather(exchange, agreed.rows, present(rows=back, labels=labels, guide=guide_back))
                 for side in further:
                     side.gather(exchange, (*map(int, numbers),))
 
         def compute() -> tuple[None, Tensor]:
-            for side in sides:
-                side.compare(self.normalize)
+            compare(sides, self.normalize)
             if weight is None:
-                rows = of_keys.anchors.rows
+                rows = of_keys.anchors["rows"]
                 share = rows.new_full((len(rows),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
             else:
                 most = max(units)
                 share = weight / most / (sum([mass * (unit / most) for mass, unit in zip(masses, units)]) or 1.0)
-            return None, self._local_sums(of_keys, of_queries, further, share, learned)
+            return None, self._local_sums(sides, share, learned)
 
-        loss, _ = self._sum_over_ranks(compute, [of_keys, of_queries, *further], exchange, learned)
-        if has_values(loss) and self._enqueues:
-            added = of_keys.candidates.more.get("offsets")
-            weights = None if added is None else added.double().exp()  # float64, so that few underflow
-            self.queue.enqueue(of_keys.candidates.rows, of_keys.candidates.labels, sample_weight=weights)
+        loss, _ = self._sum_over_ranks(compute, sides, exchange, learned)
+        if self._enqueues and has_values(loss):
+            columns = of_keys.candidates
+            offsets, labels = columns.get("offsets"), columns.get("labels")
+            if labels is None:
+                labels = columns["rows"].new_full((len(columns["rows"]),), _ALONE, dtype=torch.int64)
+            weights = None if offsets is None else offsets.double().exp()  # float64, so that few underflow
+            self.queue.enqueue(columns["rows"], labels, sample_weight=weights)
         return loss
 
     def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:
@@ -277,6 +286,9 @@ class PairLoss(ContrastiveLoss):
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
+        for parameter in (self.logit_scale, self.logit_bias):
+            if parameter is not None and not parameter.is_meta:
+                check_values("queries", queries)
         if negatives is not None and self._asks_whose and len(negatives) != len(queries):
             what = f"{len(queries)} rows of shape (N, K, D) or (N, D), those of each query"
             fix = "The hardness_mode or the direction doc_to_doc tell the negatives of a query from those of others."
@@ -287,7 +299,7 @@ class PairLoss(ContrastiveLoss):
             if labels is None or negatives is None:
                 raise ValueError(expected("negative_labels", "None without labels and negatives", negative_labels))
             negative_labels = _of_rows("negative_labels", negative_labels, negatives, "negatives")
-            negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives")
+            negative_labels = checked_labels(negative_labels, checked["negatives"], "negatives", "negative_labels")
         if mask is not None:
             _check_parts("mask", mask, "embeddings of a guide", [*checked])
         columns = {} if offsets is None else {"offsets": offsets}
@@ -296,70 +308,65 @@ class PairLoss(ContrastiveLoss):
             _check_parts(column, values, "constants", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            guide, more = None, dict[str, Tensor]()
+            own = present(rows=rows, labels=negative_labels if name == "negatives" else labels)
             if name != "queries":
                 check_like(name, rows, queries, "queries")
                 for column, values in columns.items():
-                    more[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
-                added = more.get("offsets")
-                if added is not None and (added.ndim > 1 or not added.is_floating_point()):
-                    kind = ValueError if added.is_floating_point() else TypeError
-                    raise kind(expected(f"offsets of {name}", "a floating-point number for each row", added))
+                    own[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
+                    like = own[column] if name == "keys" else sides[1].own[column]
+                    _check_column(f"{column} of {name}", own[column], like)
             if mask is not None:
                 check_not_gathered(group, mask=mask[place])
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
-                _of_rows(f"mask of {name}", guide, rows, name)
-                check_like(f"mask of {name}", guide, sides[0].own.guide if sides else guide, "the mask of queries")
-            own = Columns(rows, negative_labels if name == "negatives" else labels, guide, more=more)
+                own["guide"] = _of_rows(f"mask of {name}", guide, rows, name)
+                check_like(f"mask of {name}", guide, sides[0].own["guide"] if sides else guide, "the mask of queries")
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
         return sides
 
     def _compared(
-        self, keys: Side, queries: Side, further: Sequence[Side]
+        self, queries: Side, docs: Sequence[Side]
     ) -> tuple[Side, list[Columns], list[tuple[Side, slice]], dict[str, Any]]:
         """Return anchors, candidates and their parts in all directions of one softmax, and more of the direction.
 
         Where keys are compared too, an anchor is the row of a query and behind it that of its key, and a candidate has
         zeros in place of the one that it is not compared with.
         """
-        directions = () if self.symmetric else self.directions
-        numbers = torch.arange(len(keys.candidates.rows))
-        docs = [(keys, numbers, False)]
-        for side in further:
-            of_pairs = numbers.new_full((len(side.candidates.rows),), -1)
+        keys, directions = docs[0], () if self.symmetric else self.directions
+        numbers = torch.arange(len(keys.candidates["rows"]))
+        compared = [(keys, numbers, False)]  # each with the pairs of its rows, and whether keys are compared with them
+        for side in docs[1:]:
+            of_pairs = numbers.new_full((len(side.candidates["rows"]),), -1)
             if self._asks_whose:
                 counts, others = keys.counts or (len(numbers),), side.counts or (len(of_pairs),)
                 each = torch.tensor([theirs // max(1, own) for own, theirs in zip(counts, others)])
                 of_pairs = numbers.repeat_interleave(each.repeat_interleave(torch.tensor(counts)))
-            docs.append((side, of_pairs, False))
-        compared = [*docs]
+            compared.append((side, of_pairs, False))
+        of_docs, options = [*compared], dict[str, Any]()
         if "query_to_query" in directions:
             compared.append((queries, numbers, False))
-        again = sum([len(of_pairs) for _, of_pairs, _ in compared])
         if "doc_to_query" in directions:
+            options["again"] = sum([len(of_pairs) for _, of_pairs, _ in compared])
             compared.append((queries, numbers, True))
         if "doc_to_doc" in directions:
-            compared += [(side, of_pairs, True) for side, of_pairs, _ in docs]
-        options = dict[str, Any]()
+            compared += [(side, of_pairs, True) for side, of_pairs, _ in of_docs]
         if len(compared) > len(docs):
-            options["num_docs"] = sum([len(of_pairs) for _, of_pairs, _ in docs])
-        if self._asks_whose or "num_docs" in options:
+            options["num_docs"] = sum([len(of_pairs) for _, of_pairs, _ in of_docs])
+        if self._asks_whose or len(compared) > len(docs):
             options["pairs"] = torch.cat([of_pairs for _, of_pairs, _ in compared])
-        if "doc_to_query" in directions:
-            options["again"] = again
         columns = [side.candidates for side, *_ in compared]
-        for place in range(len(docs), len(compared)):
-            columns[place] = columns[place]._replace(more={})  # the offsets are those of the documents of a query
+        for place in range(len(docs), len(compared)):  # the offsets are those of the documents of a query
+            columns[place] = {name: column for name, column in columns[place].items() if name != "offsets"}
         if not compared[-1][2]:
             return queries, columns, [(side, slice(None)) for side, *_ in compared], options
-        wide = replace(queries, needs_grad=queries.needs_grad or keys.needs_grad)
-        both, parts, width = [queries.anchors, keys.anchors], list[tuple[Side, slice]](), queries.anchors.rows.shape[1]
-        guide = None if both[0].guide is None else torch.cat([part.guide for part in both], dim=1)
-        wide.anchors = both[0]._replace(rows=torch.cat([part.rows for part in both], dim=1), guide=guide)
-        for place, (side, _, with_keys) in enumerate(compared):
-            part = columns[place]
-            columns[place] = part._replace(rows=_beside(part.rows, with_keys), guide=_beside(part.guide, with_keys))
-            parts.append((side, slice(width, None) if with_keys else slice(width)))
+        width, wide = keys.anchors["rows"].shape[1], replace(queries, needs_grad=queries.needs_grad or keys.needs_grad)
+        wide.anchors = {**queries.anchors}
+        for name in ("rows", "guide") if "guide" in wide.anchors else ("rows",):
+            wide.anchors[name] = torch.cat([queries.anchors[name], keys.anchors[name]], dim=1)
+            for place, (*_, with_keys) in enumerate(compared):
+                column = columns[place][name]
+                zeros = (column.shape[1], 0) if with_keys else (0, column.shape[1])
+                columns[place] = {**columns[place], name: F.pad(column, zeros)}
+        parts = [(side, slice(width, None) if with_keys else slice(width)) for side, _, with_keys in compared]
         return wide, columns, parts, options
 
     @property
@@ -371,55 +378,50 @@ class PairLoss(ContrastiveLoss):
         """Return what is added to the scaled similarities, in the dtype of the scale; None for nothing."""
         return None
 
-    def _local_sums(
-        self, keys: Side, queries: Side, further: Sequence[Side], share: Tensor, learned: Sequence[Learned]
-    ) -> Tensor:
+    def _local_sums(self, sides: Sequence[Side], share: Tensor, learned: Sequence[Learned]) -> Tensor:
         """Return this rank's loss and the gradients of ``learned``, (1 + L,), and leave those of the rows in the sides.
 
-        ``further`` are more candidates of the queries, and ``share`` is what a pair weighs, (N,) float64.
+        ``share`` is what a pair weighs, (N,) float64.
         """
-        columns: list[Columns] = []
-        parts: list[tuple[Side, slice]] = []
-        for side in (keys, *further):
-            rows, labels, *_ = side.candidates
-            alone = rows.new_full((len(rows),), _ALONE, dtype=torch.int64)
-            labels = alone if labels is None else torch.where(labels == _NO_LABEL, alone, labels)
-            side.candidates = side.candidates._replace(labels=labels)
-            columns.append(side.candidates)
-            parts.append((side, slice(None)))
-        queries.candidates = queries.candidates._replace(labels=keys.candidates.labels)
-        wide, options = queries, dict[str, Any]()
+        queries, *docs = sides
+        keys, rows = docs[0], docs[0].anchors["rows"]
+        if "labels" in keys.own:
+            for side in docs:
+                labels = side.candidates.get("labels")
+                if labels is None:
+                    labels = rows.new_full((len(side.candidates["rows"]),), _ALONE, dtype=torch.int64)
+                side.candidates = {**side.candidates, "labels": labels.masked_fill(labels == _NO_LABEL, _ALONE)}
+            queries.candidates = {**queries.candidates, "labels": keys.candidates["labels"]}
+        columns, options = [side.candidates for side in docs], dict[str, Any]()
+        wide, parts = queries, [(side, slice(None)) for side in docs]
         if self.hardness_mode is not None or (len(self.directions) > 1 and not self.symmetric):
-            wide, columns, parts, options = self._compared(keys, queries, further)
-        columns += self._queued_columns(keys.candidates) if self.queue_size else []
-        if any("offsets" in part.more for part in columns):
+            wide, columns, parts, options = self._compared(queries, docs)
+        if self.queue_size:
+            columns += self._queued_columns(columns[0])
+        if True in ["offsets" in part for part in columns]:
             for place, part in enumerate(columns):
-                offsets = part.more.get("offsets", part.rows.new_zeros(len(part.rows)))
-                columns[place] = part._replace(more={**part.more, "offsets": offsets.to(part.rows)})
+                offsets = part.get("offsets", rows.new_zeros(len(part["rows"])))
+                columns[place] = {**part, "offsets": offsets.to(rows)}
         candidates, limit = joined(columns), None
-        if candidates.guide is not None and self.margin is not None:
+        if self.margin is not None and "guide" in candidates:
             # The same similarity is rounded differently in other blocks, so that without a tolerance copies of a key
             # would be left out on some ranks alone.
-            tolerance = 64 * torch.finfo(candidates.guide.dtype).eps
-            limit = (queries.anchors.guide * keys.anchors.guide).sum(dim=1)
-            if self.margin_strategy == "relative":
-                limit = limit - (self.margin * limit.abs() + tolerance)
-            else:
-                limit = limit - (self.margin + tolerance)
-        scale = keys.anchors.rows.new_tensor(1.0)
+            tolerance = 64 * torch.finfo(candidates["guide"].dtype).eps
+            limit = (queries.anchors["guide"] * keys.anchors["guide"]).sum(dim=1)
+            unit = limit.abs() if self.margin_strategy == "relative" else 1.0
+            limit = limit - (self.margin * unit + tolerance)
         if learned:
-            scale = learned[0].like(scale).clamp_max(learned[0].limit).exp()
+            scale = learned[0].like(rows).clamp_max(learned[0].limit).exp()
         else:
-            scale = scale / self._temperature
+            scale = rows.new_tensor(1.0) / self._temperature
         if self.hardness_mode is not None:
             options["hardness"] = self.hardness_strength / scale
         if "pairs" in options:
             numbers = options["pairs"].to(scale.device)
-            options["pairs"] = F.pad(numbers, (0, len(candidates.rows) - len(numbers)), value=-1)  # the queue has none
+            options["pairs"] = F.pad(numbers, (0, len(candidates["rows"]) - len(numbers)), value=-1)  # of the queue
         bias = self._bias(scale, learned[1:])
-        weight = share / (1 + self.symmetric)
-        needs_grad = True in [side.needs_grad for side in (keys, queries, *further)]
-        needs_grad |= True in [item.needs_grad for item in learned]
+        weight = share / 2 if self.symmetric else share
+        needs_grad = True in [side.needs_grad for side in sides] + [item.needs_grad for item in learned]
         there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
         back = Direction(keys, [(queries, slice(None))], queries.candidates, limit, weight, needs_grad)
 
@@ -431,63 +433,67 @@ class PairLoss(ContrastiveLoss):
             slope[:, square].add_(slope_back.t())
             return value + value_back, slope
 
-        num_pairs = len(keys.anchors.rows)
-        shares_product = self.symmetric and num_pairs == len(keys.candidates.rows) <= anchors_at_once(candidates.rows)
+        is_alone = len(rows) == len(keys.candidates["rows"])
+        shares_product = self.symmetric and is_alone and len(rows) <= anchors_at_once(candidates["rows"])
         sums: list[Tensor] = []
         for direction in (there, back) if self.symmetric and not shares_product else (there,):
-            anchors, begin = direction.anchors, 0
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
-            wanted = anchors.needs_grad, True in [side.needs_grad for side, _ in direction.parts], bool(learned)
-            rows, others = anchors.anchors.rows, direction.candidates.rows
+            wanted = (
+                direction.anchors.needs_grad,
+                True in [side.needs_grad for side, _ in direction.parts],
+                bool(learned),
+            )
+            anchors, others = direction.anchors.anchors["rows"], direction.candidates["rows"]
             copies = self._copies + (direction.hardness is not None)
-            result = sum_of_blocks(rows, others, scale, wanted, block_loss, bias, copies)
-            anchors.grad_anchors = result.grad_anchors
+            result = sum_of_blocks(anchors, others, scale, wanted, block_loss, bias, copies)
+            direction.anchors.grad_anchors, begin = result.grad_anchors, 0
             for side, half in direction.parts:
-                end = begin + len(side.candidates.rows)
+                end = begin + len(side.candidates["rows"])
                 if side.needs_grad and result.grad_candidates is not None:
                     gradient = result.grad_candidates[begin:end, half]
                     side.grad_candidates = gradient if side.grad_candidates is None else side.grad_candidates + gradient
                 begin = end
-            sums.append(torch.stack([result.total, *result.grad_learned]))
+            sums.append(result.sums)
         if wide is not queries and wide.grad_anchors is not None:
             for side, gradient in zip((queries, keys), wide.grad_anchors.chunk(2, dim=1)):
                 side.grad_anchors = gradient if side.needs_grad else None
         if shares_product:  # every rank sends the same gradients, whether it shares the product or not
             queries.grad_anchors, queries.grad_candidates = None, queries.grad_anchors
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
-        for part in (candidates.guide, limit, *[side.anchors.rows for side in further]):
-            if part is not None:
-                sums[0][0] += 0.0 * part.sum(dtype=torch.float64)
+        for number in (candidates.get("guide"), limit, *[side.anchors["rows"] for side in docs[1:]]):
+            if number is not None:
+                sums[0][0] += (0.0 * number).sum()
         return sum(sums[1:], sums[0])
 
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
         own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
-        first, is_own, again = direction.anchors.first + place.start, None, None
+        first, is_own, num_docs = direction.anchors.first + place.start, None, direction.num_docs
         if direction.pairs is not None:
             is_own = direction.pairs == torch.arange(first, first + len(scores), device=scores.device)[:, None]
         if direction.hardness is not None:
-            penalty = scores[:, : direction.num_docs] * direction.hardness
+            penalty = scores[:, :num_docs] * direction.hardness
             if is_own is not None and self.hardness_mode != "all_negatives":
                 keeps = is_own if self.hardness_mode == "in_batch_negatives" else ~is_own
-                penalty.masked_fill_(keeps[:, : direction.num_docs], 0.0)
+                penalty.masked_fill_(keeps[:, :num_docs], 0.0)
             penalty.diagonal(first).zero_()
-            scores[:, : direction.num_docs].add_(penalty)
-        if "offsets" in others.more:
-            scores.add_(others.more["offsets"])
+            scores[:, :num_docs].add_(penalty)
+        if "offsets" in others:
+            scores.add_(others["offsets"])
         diagonal, weight = scores.diagonal(first), direction.weight[place]
         positives = diagonal.clone()  # [b]
         if direction.again is not None:
-            again = scores.diagonal(direction.again + first).clone()
-        if own.labels is not None:
-            scores.masked_fill_(own.labels[place, None] == others.labels, least)
+            again = scores.diagonal(direction.again + first)
+            of_pairs = again.clone()
+        if "labels" in own:
+            scores.masked_fill_(own["labels"][place, None] == others["labels"], least)
         if direction.limit is not None:
-            similar = own.guide[place] @ others.guide.t() >= direction.limit[place, None]
-            scores[:, : len(others.guide)].masked_fill_(similar, least)
-        if direction.num_docs is not None and is_own is not None:
-            scores[:, direction.num_docs :].masked_fill_(is_own[:, direction.num_docs :], least)
-        if again is not None:
-            scores.diagonal(direction.again + first).copy_(again)
+            similar = own["guide"][place] @ others["guide"].t() >= direction.limit[place, None]
+            scores[:, : len(others["guide"])].masked_fill_(similar, least)
+        if num_docs is not None and is_own is not None:
+            scores[:, num_docs:].masked_fill_(is_own[:, num_docs:], least)
+        if direction.again is not None:
+            again.copy_(of_pairs)
         diagonal.fill_(least)
         losses, of_positives = self._terms(scores, positives, weight.to(scores))
         diagonal.copy_(of_positives)
@@ -506,11 +512,9 @@ class PairLoss(ContrastiveLoss):
         return {name: value for name, value in super()._of_earlier_version(state).items() if value > 0}
 
 
-def _beside(rows: Tensor | None, behind: bool) -> Tensor | None:
-    """Return rows (N, D) next to as many zeros, (N, 2 D), in front of them or ``behind`` which they are."""
-    if rows is None:
-        return None
-    return F.pad(rows, (rows.shape[1], 0) if behind else (0, rows.shape[1]))
+def _more_columns(columns: Columns) -> Columns:
+    """Return the offsets and the columns of a :class:`RowLoss`."""
+    return {name: column for name, column in columns.items() if name not in ("rows", "labels", "guide")}
 
 
 def _flattened(rows: Tensor) -> Tensor:
@@ -522,7 +526,17 @@ def _check_parts(name: str, values: Sequence[Tensor], what: str, of: Sequence[st
     """Raise TypeError unless ``values`` are a tuple with one tensor for each name in ``of``."""
     if not isinstance(values, (tuple, list)) or len(values) != len(of):
         got = Words(f"{len(values)} of them" if isinstance(values, (tuple, list)) else f"a {type(values).__name__}")
-        raise TypeError(expected(name, f"a tuple of {what}, of {', '.join(of)}", got))
+        fix = f"Pass ({', '.join(f'of_{name}' for name in of)}{',' * (len(of) == 1)})."
+        raise TypeError(expected(name, f"a tuple of {what}, of {', '.join(of)}", got, fix))
+
+
+def _check_column(name: str, values: Tensor, of_keys: Tensor) -> None:
+    """Raise unless ``values`` have the shape ``of_keys`` but for the number of rows; offsets are one number each."""
+    if name.startswith("offsets") and (values.ndim > 1 or not values.is_floating_point()):
+        kind = ValueError if values.is_floating_point() else TypeError
+        raise kind(expected(name, "a floating-point number for each row", values))
+    if values.shape[1:] != of_keys.shape[1:]:
+        raise ValueError(expected(name, f"rows of shape {tuple(of_keys.shape[1:])}, as those of keys", values))
 
 
 def _of_rows(name: str, values: Tensor, given: Tensor, rows_name: str) -> Tensor:

@@ -181,7 +181,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             if reference is not None and reference_labels is not None:
                 others = checked_embeddings("reference", reference, width)
                 check_like("reference", others, rows, "embeddings")
-                sets.append((others, checked_labels(reference_labels, others, "reference")))
+                sets.append((others, checked_labels(reference_labels, others, "reference", "reference_labels")))
                 facts, totals = {**facts, "reference": describe_rows(others)}, [float(len(others))]
             return Offer((sets, weight), facts, 0, totals, self._checksum, check=check, tensors=tensors, names=TENSORS)
 
@@ -214,12 +214,14 @@ class RetrievalSmoothAPLoss(HoldsQueue):
         return "reduction", "ignore_index", "gradient_reduction", *(("queue_size",) if self.queue_size else ())
 
 
-def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", several: bool = False) -> Tensor:
+def checked_labels(
+    labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", name: str = "labels", several: bool = False
+) -> Tensor:
     """Return the labels of ``embeddings`` (N, D) as int64 (N,), or ``several`` as bools (N, C); or raise."""
-    check_tensor("labels", labels)
+    check_tensor(name, labels)
     check_not_batched(labels)
     if not is_integer(labels) and labels.dtype != torch.bool:
-        raise TypeError(expected("labels", "integers or bools", labels, "Use labels.long() on class indices."))
+        raise TypeError(expected(name, "integers or bools", labels, f"Use {name}.long() on class indices."))
     count = embeddings.shape[0]
     if tuple(labels.shape) == (count, 1):
         labels = labels[:, 0]
@@ -228,9 +230,9 @@ def checked_labels(labels: Tensor, embeddings: Tensor, rows_name: str = "embeddi
         what = f"shape ({count},) or ({count}, 1), one entry per row of {rows_name}"
         fix = "With views pass one label per row: all V views have it." if embeddings.ndim == 3 else ""
         if several and labels.ndim == 2 and not columns:
-            fix = "Several labels a row are bools: use labels.bool()."
-        raise ValueError(expected("labels", what, labels, fix))
-    check_device("labels", labels, embeddings, rows_name)
+            fix = f"Several labels a row are bools: use {name}.bool()."
+        raise ValueError(expected(name, what, labels, fix))
+    check_device(name, labels, embeddings, rows_name)
     return labels if columns else labels.to(torch.int64)
 
 

@@ -129,17 +129,17 @@ class RowLoss(PairLoss):
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         own, others, first = direction.anchors.anchors, direction.candidates, direction.anchors.first + place.start
         guide = None
-        if own.guide is not None:
-            guide = own.guide[place] @ others.guide.t()
+        if "guide" in own:
+            guide = own["guide"][place] @ others["guide"].t()
             guide = F.pad(guide, (0, scores.shape[1] - guide.shape[1]), value=-torch.inf)
-        if "offsets" in others.more:
-            scores.add_(others.more["offsets"])
-        if own.labels is not None:
-            same = own.labels[place, None] == others.labels
+        if "offsets" in others:
+            scores.add_(others["offsets"])
+        if "labels" in own:
+            same = own["labels"][place, None] == others["labels"]
             same.diagonal(first).fill_(False)
             scores.masked_fill_(same, -torch.inf)
         positives = torch.arange(first, first + len(scores), device=scores.device)
-        columns = {name.removeprefix("column "): rows for name, rows in others.more.items() if name != "offsets"}
+        columns = {name.removeprefix("column "): rows for name, rows in others.items() if name.startswith("column ")}
         queries = {name: rows[positives] for name, rows in columns.items()}
         scores = scores.detach().requires_grad_(direction.needs_grad)  # a leaf
         with torch.set_grad_enabled(direction.needs_grad):
@@ -151,7 +151,7 @@ class RowLoss(PairLoss):
             return total, scores
         _check_graph(total, scores)
         (slope,) = torch.autograd.grad(total, scores)
-        if "offsets" in others.more or own.labels is not None:
+        if "offsets" in others or "labels" in own:
             slope = slope.masked_fill(scores.isneginf(), 0.0)
         return total.detach(), slope
 

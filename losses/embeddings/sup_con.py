@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +16,24 @@ from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import DeviceCheck, Offer, agree_on
 from ...distributed.torch_private import not_compiled
-from ...errors import check_temperature, expected
+from ...errors import expected
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_values, weight_of_rows, weight_unit
-from .base import NO_PAIR, Columns, ContrastiveLoss, Side, check_like, joined, lowest, softmax_, softplus, sum_of_blocks
+from .base import (
+    NO_PAIR,
+    Columns,
+    ContrastiveLoss,
+    Side,
+    check_like,
+    compare,
+    joined,
+    lowest,
+    present,
+    softmax_,
+    softplus,
+    sum_of_blocks,
+)
 from .retrieval import TENSORS, checked_labels
 
 _NUMBERED = -(2**62)  # the first of the labels that rows without one get, far from those of callers
@@ -73,7 +86,6 @@ class SupConLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, ignore_index, **options)
         self.ignore_index = ignore_index
-        check_temperature(temperature)
         self._start_temperature(temperature)
 
     @completed(DistributedLoss)
@@ -106,23 +118,23 @@ class SupConLoss(ContrastiveLoss):
         call, group = type(self).__name__, self._resolve_group()
 
         def bring() -> Offer[list[Side]]:
-            check_temperature(self.temperature)
             own, check = self._checked_columns("embeddings", embeddings, labels, sample_weight, group)
             if (reference is None) != (reference_labels is None):
                 raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
             if reference is not None and labels is None:
                 raise ValueError(expected("labels", "a tensor, because there is a reference", labels))
-            parts, rows, of_call = [own], own.rows, dict[str, object]({} if labels is not None else {"labels": "none"})
+            parts, of_call = [own], dict[str, object]({} if labels is not None else {"labels": "none"})
+            rows: Tensor | None = own["rows"]
             if reference is not None and reference_labels is not None:
                 parts.append(self._checked_columns("reference", reference, reference_labels, None, group)[0])
-                check_like("reference", parts[1].rows, own.rows, "embeddings")
-                if parts[1].labels.shape[1:] != own.labels.shape[1:]:
+                check_like("reference", parts[1]["rows"], own["rows"], "embeddings")
+                if parts[1]["labels"].shape[1:] != own["labels"].shape[1:]:
                     raise ValueError(expected("reference_labels", "as many columns as labels", reference_labels))
-                rows, of_call = None, {"reference": describe_rows(parts[1].rows)}
-            sides = [Side(part, torch.is_grad_enabled() and part.rows.requires_grad, part) for part in parts]
+                rows, of_call = None, {"reference": describe_rows(parts[1]["rows"])}
+            sides = [Side(part, torch.is_grad_enabled() and part["rows"].requires_grad, part) for part in parts]
             facts = {} if group is None else {**self._facts(), **of_call}
-            totals, tensors = [float(len(parts[-1].rows))], (rows, own.labels, own.weight)
-            return Offer(sides, facts, len(own.rows), totals, self._checksum, check, tensors, TENSORS)
+            totals, tensors = [float(len(parts[-1]["rows"]))], (rows, own["labels"], own.get("weight"))
+            return Offer(sides, facts, len(own["rows"]), totals, self._checksum, check, tensors, TENSORS)
 
         agreed = agree_on(call, group, bring)
         sides, exchange = agreed.value, None
@@ -131,23 +143,22 @@ class SupConLoss(ContrastiveLoss):
             exchange = Exchange(call, group)
             with torch.no_grad():
                 rows, its_labels, weight = gather_after(call, group, agreed)
-                anchors.gather(exchange, agreed.rows, Columns(rows, its_labels, weight=weight))
+                anchors.gather(exchange, agreed.rows, present(rows=rows, labels=its_labels, weight=weight))
                 for side in others:
                     side.gather(exchange, (*(int(number) for number, *_ in agreed.totals),))
         if labels is None:
             # Each rank has numbered its rows from 0. Those of other ranks and of the queue get other numbers.
-            parts = zip(anchors.live.labels.split(agreed.rows), accumulate(agreed.rows, initial=self.queue.position[2]))
-            numbers = torch.cat([part + (_NUMBERED + first) for part, first in parts])
-            anchors.live = anchors.live._replace(labels=numbers)
+            starts = accumulate(agreed.rows, initial=_NUMBERED + self.queue.position[2])
+            parts = zip(anchors.live["labels"].split(agreed.rows), starts)
+            anchors.live = {**anchors.live, "labels": torch.cat([part + first for part, first in parts])}
 
         def compute() -> tuple[Tensor, Tensor]:
-            for side in sides:
-                side.compare(self.normalize)
+            compare(sides, self.normalize)
             return self._local_loss(sides)
 
         loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
-            self.queue.enqueue(*sides[-1].candidates[:2])
+            self.queue.enqueue(sides[-1].candidates["rows"], sides[-1].candidates["labels"])
         if self._hints.should_observe(self):
             self._hints.observe_valid(has_pair, NO_PAIR)
         return loss
@@ -171,7 +182,8 @@ class SupConLoss(ContrastiveLoss):
         if labels is None:
             targets = torch.arange(len(rows), device=rows.device)
         else:
-            targets = checked_labels(labels, rows, name, several=True)
+            of_labels = "labels" if name == "embeddings" else f"{name}_labels"
+            targets = checked_labels(labels, rows, name, of_labels, several=True)
         if targets.ndim == 2 and self.queue_size:
             raise ValueError(expected("queue_size", "0 with several labels a row", self.queue_size))
         weight, check = weight_of_rows(sample_weight, rows, name, self.validate_args)
@@ -184,7 +196,7 @@ class SupConLoss(ContrastiveLoss):
             kept = (~ignored).nonzero()[:, 0]
             flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
             weight = None if weight is None else weight.index_select(0, kept)
-        return Columns(flat, targets, weight=weight), check
+        return present(rows=flat, labels=targets, weight=weight), check
 
     def _local_loss(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
         """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,).
@@ -193,90 +205,72 @@ class SupConLoss(ContrastiveLoss):
         gradients of the rows are left in the sides.
         """
         anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
-        rows, targets, weight = anchors.anchors.rows, anchors.live.labels, anchors.live.weight
-        first, of_several = anchors.first, targets.ndim == 2
-        own = slice(first, first + len(rows))
-        candidates, candidate_labels, *_ = joined([others.candidates, *self._queued_columns(others.candidates)])
-        groups: _LabelGroups | _SharedLabels
-        if of_several:
-            count = candidate_labels.sum(dim=0)  # [C]
-            has_pair = (targets & (count > (not has_reference))).any(dim=1)
-            groups = _SharedLabels(targets[own].to(rows), candidate_labels.to(rows))
-        else:
-            labels = torch.cat([targets, candidate_labels]) if has_reference else candidate_labels
-            distinct, label = labels.unique(return_inverse=True)
-            anchor, label = label[: len(targets)], label[len(labels) - len(candidate_labels) :]
-            count = torch.bincount(label, minlength=len(distinct))
-            has_pair = count[anchor] > (not has_reference)
-            largest = int(count.max()) if len(label) else 0
-            groups = _LabelGroups(anchor[own], count, label.argsort(stable=True), count.cumsum(0) - count, largest)
+        rows, targets, weight = anchors.anchors["rows"], anchors.live["labels"], anchors.live.get("weight")
+        own = slice(anchors.first, anchors.first + len(rows))
+        candidates = joined([others.candidates, *self._queued_columns(others.candidates)])
+        labels, first = candidates["labels"], None if has_reference else anchors.first
+        index = torch.arange(len(labels), device=labels.device)
+        if targets.ndim == 2:  # several labels each, 0 or 1
+            has_pair = (targets & (labels.sum(dim=0) > (not has_reference))).any(dim=1)
+            shared, of_anchors = labels.to(rows).t(), targets[own].to(rows)
+
+            def positives(place: slice) -> tuple[Tensor, Tensor]:
+                inside = of_anchors[place] @ shared > 0  # [b, K]
+                return torch.where(inside, index, inside.int().argmax(dim=1, keepdim=True)), inside
+        else:  # candidates in the order of their labels: ``number`` from ``start`` on have the label of an anchor
+            in_order, order = labels.sort(stable=True)
+            start = torch.searchsorted(in_order, targets)
+            number = torch.searchsorted(in_order, targets, right=True) - start
+            has_pair = number > (not has_reference)
+            largest = int(number.max()) if len(number) else 0
+            start, number = start[own, None], number[own, None]
+
+            def positives(place: slice) -> tuple[Tensor, Tensor]:
+                places = (start[place] + index[:largest]).clamp_max_(len(order) - 1)  # [b, S]
+                return order[places], index[:largest] < number[place]
+
         if weight is None:
             share = 1 / has_pair.sum().clamp_min(1).to(rows)
         else:
             weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
             share = (weight / torch.where(mass > 0, mass, 1.0))[own]
-        block_loss = partial(_block_loss, groups=groups, weight=share, first=None if has_reference else first)
+        block_loss = partial(_block_loss, positives=positives, weight=share, first=first)
         needs, scale = (anchors.needs_grad, others.needs_grad, False), rows.new_tensor(1.0 / self.temperature)
-        sums = sum_of_blocks(rows, candidates, scale, needs, block_loss, None, 8 if of_several else 1)
+        sums = sum_of_blocks(rows, candidates["rows"], scale, needs, block_loss, None, 8 if targets.ndim == 2 else 1)
         anchors.grad_anchors = sums.grad_anchors
         if sums.grad_candidates is not None:
-            others.grad_candidates = sums.grad_candidates[: len(others.candidates.rows)]
+            others.grad_candidates = sums.grad_candidates[: len(others.candidates["rows"])]
         # A NaN reaches the loss even if no row counts.
-        total = sums.total + sum(0.0 * side.anchors.rows.sum(dtype=torch.float64) for side in sides)
-        return has_pair, total[None]
-
-
-class _LabelGroups(NamedTuple):
-    """The candidates of each label: the first ``number`` of ``order`` from ``start`` on."""
-
-    label: Tensor  # [n] of each anchor, from 0 on
-    number: Tensor  # [L]
-    order: Tensor  # [K]
-    start: Tensor  # [L]
-    largest: int  # S
-
-    def positives(self, place: slice) -> tuple[Tensor, Tensor]:
-        """Return candidates (b, S) of the anchors of a block, and which of them have the label; the first if any."""
-        label, index = self.label[place, None], torch.arange(self.largest, device=self.label.device)
-        places = (self.start[label] + index).clamp_max_(len(self.order) - 1)
-        return self.order[places], index < self.number[label]
-
-
-class _SharedLabels(NamedTuple):
-    """Several labels of each anchor and of each candidate, 0 or 1."""
-
-    anchors: Tensor  # [n, C]
-    candidates: Tensor  # [K, C]
-
-    def positives(self, place: slice) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`_LabelGroups.positives` does, of all candidates: which share a label."""
-        inside = self.anchors[place] @ self.candidates.t() > 0  # [b, K]
-        index = torch.arange(len(self.candidates), device=inside.device)
-        return torch.where(inside, index, inside.int().argmax(dim=1, keepdim=True)), inside
+        return has_pair, sums.sums + sum([(0.0 * side.anchors["rows"]).sum() for side in sides])
 
 
 def _block_loss(
-    scores: Tensor, place: slice, groups: _LabelGroups | _SharedLabels, weight: Tensor, first: int | None
+    scores: Tensor,
+    place: slice,
+    positives: Callable[[slice], tuple[Tensor, Tensor]],
+    weight: Tensor,
+    first: int | None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the others less a, the loss of a row is
     :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far apart keep
-    all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None.
+    all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None. ``positives``
+    returns candidates (b, S) of a block, and which of them have a label of the anchor: the first if any has.
     """
-    (same, inside), least = groups.positives(place), lowest(scores)  # [b, S]
+    (same, inside), least = positives(place), lowest(scores)
     filler = same[:, :1]  # takes the places that are not inside; 0 is added to it
     if first is not None:
         filler = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]
         inside = inside & (same != filler)
     same, number = torch.where(inside, same, filler), inside.sum(dim=1)  # [b] |P_i|
     share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
-    positives = scores.gather(1, same)
-    inner = positives.masked_fill(~inside, least)
+    scored = scores.gather(1, same)
+    inner = scored.masked_fill(~inside, least)
     near, away = softmax_(inner), softmax_(scores.scatter_(1, same, least))
     gap = away - near
-    spread = ((near[:, None] - positives) * inside).sum(dim=1) * share
+    spread = ((near[:, None] - scored) * inside).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight.double()
     push, factor = gap.sigmoid()[:, None], weight[:, None].to(scores)
     inner = (inner - share[:, None] - inner * push) * factor * inside

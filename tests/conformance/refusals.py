@@ -94,7 +94,7 @@ REFERENCE: Rows = [
     ("reference, reference_labels", V, [({"reference_labels": TARGETS}, "")]),
     ("reference", T, [({"reference": WIDE.double(), "reference_labels": TARGETS[:4]}, "float64")]),
     ("reference", V, [({"reference": WIDE[:, :2], "reference_labels": TARGETS[:4]}, r"\(4, 2\)")]),
-    ("labels", V, [({"reference": WIDE, "reference_labels": TARGETS[:3]}, r"\(3,\)")]),
+    ("reference_labels", V, [({"reference": WIDE, "reference_labels": TARGETS[:3]}, r"\(3,\)")]),
 ]
 # By the kind of a loss, or one loss; "module": of its module alone, to whose function the value is something else.
 VALUES: dict[str, Rows] = {
@@ -155,8 +155,8 @@ VALUES: dict[str, Rows] = {
         ("mask", T, [({"mask": (LOGITS, LOGITS), "negatives": WIDE}, "2 of them")]),
         ("negative_labels", V, [({"negative_labels": TARGETS, "negatives": LOGITS}, "")]),
         ("negative_labels", V, [({"negative_labels": TARGETS[:3], "negatives": WIDE, "labels": TARGETS}, r"\(3,\)")]),
-        ("labels", T, [({"negative_labels": ONES[:4], "negatives": WIDE, "labels": TARGETS}, "float32")]),
-        ("offsets", T, [(ONES, "a Tensor"), ((ONES, ONES), "2 of them")]),
+        ("negative_labels", T, [({"negative_labels": ONES[:4], "negatives": WIDE, "labels": TARGETS}, "float32")]),
+        ("offsets", T, [(ONES, r"a Tensor\. Pass \(of_keys,\)"), ((ONES, ONES), "2 of them")]),
         ("offsets of keys", T, [({"offsets": (TARGETS,)}, "int64")]),
         ("offsets of keys", V, [({"offsets": (ONES[1:],)}, r"\(7,\)")]),
         ("offsets of keys", V, [({"offsets": (LOGITS,)}, r"\(8, 3\)")]),

@@ -56,11 +56,11 @@ DRIFTS = {
     "eval mode, updates everywhere": Drift(
         lambda loss, odd, _: _set(update_queue_in_eval=True)(loss.train(not odd)), "ranks queued rows: "
     ),
-    "reset": _on_one(lambda loss: loss.reset_queue(), "queue: ("),
-    "a step alone": _on_one(lambda loss: _enqueue(loss, 0.7), "queue: ("),
-    "pointer": _on_one(lambda loss: setattr(loss.queue, "_pointer", loss.queue._pointer + 1), "queue: ("),
+    "reset": _on_one(lambda loss: loss.reset_queue(), "queue: {"),
+    "a step alone": _on_one(lambda loss: _enqueue(loss, 0.7), "queue: {"),
+    "pointer": _on_one(lambda loss: setattr(loss.queue, "_pointer", loss.queue._pointer + 1), "queue: {"),
     "weighted rows": Drift(
-        lambda loss, odd, _: _enqueue(loss, 0.7, **{"sample_weight": torch.ones(2)} if odd else {}), "queue: ("
+        lambda loss, odd, _: _enqueue(loss, 0.7, **{"sample_weight": torch.ones(2)} if odd else {}), "queue: {"
     ),
     "other rows": Drift(lambda loss, odd, _: _enqueue(loss, 0.7 if odd else -0.7), "queue: contents "),
     "other rows, eval mode": Drift(
@@ -69,7 +69,7 @@ DRIFTS = {
     "order of rows": Drift(lambda loss, odd, _: _enqueue(loss, *(0.7, -0.7)[:: -1 if odd else 1]), "queue: contents "),
     "draws": _on_one(lambda loss: setattr(loss, "_num_draws", loss._num_draws + 1), "draws: "),
     "a checkpoint on one rank": Drift(
-        lambda loss, is_odd, saved: loss.load_state_dict(saved) if is_odd else None, "queue: ("
+        lambda loss, is_odd, saved: loss.load_state_dict(saved) if is_odd else None, "queue: {"
     ),
     "reduction": _on_one(_set(reduction="sum"), "got reduction: '"),
     "gradient_reduction": _on_one(_set(gradient_reduction="sum"), "got gradient_reduction: '"),
