@@ -275,7 +275,7 @@ def _loss(
             spread = spread_of((rows.index_select(0, query) * rows.index_select(0, other)).sum(dim=1)[None], None)
         temperature = SPREAD_MULTIPLE * spread
     if split is None:
-        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, num_live, first, of_all)
+        values, valid, _ = queries(unit, unit_labels, temperature, with_grad, 0, num_live, first, of_all, None)
         values, valid = values[:num_live], valid[:num_live]
     else:
         counts = []

@@ -21,8 +21,16 @@ from ...kernels.smooth_ap.sums import smooth_ap_and_gradient
 from .base import sum_of_blocks
 
 
-def _loss_and_gradient(
-    unit: Tensor, labels: Tensor, temperature: float, with_grad: bool, num_live: int, first: int, weight: Tensor | None
+def _sums_of_queries(
+    unit: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_grad: bool,
+    begin: int,
+    end: int,
+    first: int,
+    weight: Tensor | None,
+    grad_values: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one minus the smooth average precision of each row as a query, which queries are valid, and the gradient.
 
@@ -35,60 +43,14 @@ def _loss_and_gradient(
     y        (M,)      their labels, int64
     L        (M,)      loss of each query times its weight, float64; 0 where not valid, NaN if a similarity is
     G        (M, M)    dL_q / dx_qj, of which a few rows are in memory at a time
-    dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal
+    dz       (M, D)    (g G) z + (g G)^T z, g the incoming gradient on the diagonal; None for 1
     ======== ========= ====================================================================
 
-    Only the first ``num_live`` rows are queries; the others are only ranked. The rows before ``first`` are not ranked:
-    with a reference that is ``num_live``, and else 0.
-
-    The forward adds up dz for g = 1, because it has the rows of G in memory. If g is the same for all queries, as after
-    a mean or a sum, the backward multiplies that by g. Otherwise the backward computes the rows of G again.
-    """
-    queried = slice(num_live)
-    values, valid, gradient = _sums_of_queries(unit, labels, temperature, weight, None, with_grad, queried, first)
-    return values, valid, unit.new_empty(0) if gradient is None else gradient
-
-
-def _scaled_or_recomputed(
-    grad_values: Tensor,
-    unit: Tensor,
-    labels: Tensor,
-    counted: Tensor,
-    gradient: Tensor,
-    weight: Tensor | None,
-    temperature: float,
-    num_live: int,
-    first: int,
-) -> tuple[Tensor]:
-    """Return dz for the incoming gradient."""
-    factors = grad_values[counted]
-    if factors.numel() == 0 or bool((factors == factors[0]).all()):
-        return (gradient * factors[:1].sum().to(gradient.dtype),)
-    queried = slice(num_live)
-    recomputed = _sums_of_queries(unit, labels, temperature, weight, grad_values, True, queried, first)[2]
-    assert recomputed is not None
-    return (recomputed,)
-
-
-def _sums_of_queries(
-    unit: Tensor,
-    labels: Tensor,
-    temperature: float,
-    weight: Tensor | None,
-    grad_values: Tensor | None,
-    with_grad: bool,
-    queries: slice,
-    first: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each query times its weight (M,) float64, which are valid, and the gradient (M, D).
-
-    The gradient is that of ``grad_values @ loss``, None for all 1, if ``with_grad``; a ``weight`` of None is 1. Only
-    ``queries`` are computed; the others are 0 and not valid. They rank the rows from ``first`` on.
+    Only the rows from ``begin`` to ``end`` are queries, of which L is not 0. They rank the rows from ``first`` on.
     """
     count = unit.shape[0]
     values, valid = unit.new_zeros(count, dtype=torch.float64), labels.new_zeros(count, dtype=torch.bool)
     factors = weight if grad_values is None else grad_values if weight is None else weight * grad_values
-    begin = queries.indices(count)[0]
     ranked, ranked_labels = (unit[first:], labels[first:]) if first else (unit, labels)
 
     def block_loss(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
@@ -103,24 +65,42 @@ def _sums_of_queries(
             slope *= factors[block, None].to(slope.dtype)  # [q, M]
         return values[block].sum(), slope
 
-    sums = sum_of_blocks(unit[queries], ranked, unit.new_ones(()), (with_grad, with_grad, False), block_loss)
-    gradient = sums.grad_candidates
-    if gradient is not None and sums.grad_anchors is not None:
-        gradient = F.pad(gradient, (0, 0, first, 0)) if first else gradient
-        gradient[queries] += sums.grad_anchors
+    needs, gradient = (with_grad, with_grad, False), unit.new_empty(0)
+    sums = sum_of_blocks(unit[begin:end], ranked, unit.new_ones(()), needs, block_loss)
+    if sums.grad_candidates is not None and sums.grad_anchors is not None:
+        gradient = F.pad(sums.grad_candidates, (0, 0, first, 0)) if first else sums.grad_candidates
+        gradient[begin:end] += sums.grad_anchors
     return values if weight is None else values * weight, valid, gradient
+
+
+def _scaled_or_recomputed(
+    grad_values: Tensor,
+    unit: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    gradient: Tensor,
+    weight: Tensor | None,
+    temperature: float,
+    num_live: int,
+    first: int,
+) -> tuple[Tensor]:
+    """Return dz: that of the forward, in which g is 1, times g, or computed again if g differs between queries."""
+    factors = grad_values[counted]
+    if factors.numel() == 0 or bool((factors == factors[0]).all()):
+        return (gradient * factors[:1].sum().to(gradient.dtype),)
+    return (_sums_of_queries(unit, labels, temperature, True, 0, num_live, first, weight, grad_values)[2],)
 
 
 queries = register(
     "retrieval_smooth_ap",
-    forward=_loss_and_gradient,
-    fake=lambda unit, labels, temperature, with_grad, num_live, first, weight: (
+    forward=_sums_of_queries,
+    fake=lambda unit, labels, temperature, with_grad, *_: (
         *(unit.new_empty(unit.shape[0], dtype=dtype) for dtype in (torch.float64, torch.bool)),
         torch.empty_like(unit) if with_grad else unit.new_empty(0),
     ),
     saved=lambda inputs, out: (
-        (inputs[0], inputs[1], out[1] | out[0].isnan(), out[2], inputs[6]),
-        (inputs[2], inputs[4], inputs[5]),
+        (inputs[0], inputs[1], out[1] | out[0].isnan(), out[2], inputs[7]),
+        (inputs[2], inputs[5], inputs[6]),
     ),
     backward=_scaled_or_recomputed,
     fake_backward=lambda grad_values, unit, *saved: (torch.empty_like(unit),),
@@ -137,18 +117,9 @@ class Split(NamedTuple):
 class SplitQueries(torch.autograd.Function):
     """The same as ``queries``, where each rank computes the queries of its own rows.
 
-    ======== ========== ==========================================================================
-    tensor   shape      meaning
-    ======== ========== ==========================================================================
-    z        (M, D)     rows of length 1: those of all ranks, of a reference, of the queue
-    L        (M,)       loss of each query, computed on its rank and gathered; queued rows are no queries
-    G        (N_r, M)   dL_q / dx_qj for the queries of this rank
-    dz       (N_r, D)   this rank's rows of the sum over the ranks of G z + G^T z: a reduce-scatter
-    ======== ========== ==========================================================================
-
-    The forward makes both exchanges, so the backward communicates nothing. The gradient of the rows of other ranks is
-    0 here, because those ranks have it. If the incoming gradient differs between queries, every rank computes all
-    queries again.
+    The rows z (M, D) are those of all ranks, of a reference and of the queue. The losses are gathered, and a
+    reduce-scatter gives each rank its rows of dz; those of other ranks are 0 here, because those ranks have them. The
+    forward makes both exchanges, so the backward communicates nothing.
     """
 
     @staticmethod
@@ -167,8 +138,8 @@ class SplitQueries(torch.autograd.Function):
         own_rows, own_first = slice(begin, begin + rows[exchange.rank]), first + sum(ranked[: exchange.rank])
         width = 1 + max(rows)
 
-        def compute() -> tuple[Tensor | None, Tensor]:
-            arguments = unit, labels, temperature, weight, None, with_grad, own_rows, first
+        def compute() -> tuple[Tensor, Tensor]:
+            arguments = unit, labels, temperature, with_grad, begin, own_rows.stop, first, weight, None
             values, valid, gradient = _sums_of_queries(*arguments)
             block = values.new_zeros(2, width)  # begins with a 0
             block[0, 1 : 1 + rows[exchange.rank]] = values[own_rows]
@@ -179,7 +150,7 @@ class SplitQueries(torch.autograd.Function):
         of_ranks = zip(blocks.view(-1, 2, width).unbind(), rows)
         values, valid = torch.cat([block[:, 1 : 1 + count] for block, count in of_ranks], dim=1).unbind()
         valid = valid != 0
-        if gradient is not None:
+        if with_grad:
             summed = exchange.sum_own(gradient[first : first + sum(ranked)], ranked, "the gradients")
             gradient = torch.cat([gradient[own_rows], summed]) if others else summed
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, weight)
