@@ -7,8 +7,9 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -99,8 +100,8 @@ class ContrastiveLoss(HoldsQueue):
         if queued is None:
             return []
         rows = queued.logits.to(like["rows"])
-        offsets = None if queued.sample_weight is None else queued.sample_weight.log()
-        return [present(rows=rows, labels=queued.targets.to(rows.device), offsets=offsets)]
+        columns = {"rows": rows, "labels": queued.targets.to(rows.device)}
+        return [columns if queued.sample_weight is None else columns | {"offsets": queued.sample_weight.log()}]
 
     def _sum_over_ranks(
         self,
@@ -112,13 +113,14 @@ class ContrastiveLoss(HoldsQueue):
         """Return the loss, the sum of those of the ranks, with the gradients of ``sides`` and ``learned``.
 
         ``compute`` returns what is returned with the loss, and this rank's sums (1 + L,) float64: the loss and the
-        gradients of the L ``learned`` parameters. It leaves those of the rows in ``sides``. If it fails on one rank,
-        all raise. The gradients of ``learned`` are summed over the ranks: on every rank they are those of one process,
-        whether or not a wrapper averages them. If the wrapper sums gradients, each rank gets an equal share of it. A
-        sharded parameter keeps the full gradient on its rank: no wrapper reduces it.
+        gradients of the L ``learned`` parameters. It leaves those of the rows in ``sides``. Those of ``learned`` are
+        summed, so they are those of one process on every rank; if the wrapper sums them, each rank gets an equal share.
+        A sharded parameter keeps the full gradient on its rank: no wrapper reduces it.
         """
-        inputs = [side.own["rows"] for side in sides] + [item.parameter for item in learned]
-        with_grad = torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in inputs]
+        inputs = [side.own["rows"] for side in sides]
+        for item in learned:
+            inputs.append(item.parameter)
+        with_grad = any(map(needs_gradient, (*sides, *learned)))
         k, share = 1, 1.0
         with torch.no_grad():
             if exchange is None:
@@ -177,9 +179,7 @@ class Learned(NamedTuple):
         return self.parameter.detach().reshape(()).to(tensor)
 
 
-def present(**columns: Tensor | None) -> Columns:
-    """Return those of ``columns`` that there are."""
-    return {name: column for name, column in columns.items() if column is not None}
+needs_gradient = attrgetter("needs_grad")  # of a side, or a learned parameter
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -191,34 +191,24 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 @dataclass(slots=True)
 class Side:
-    """One set of rows of a loss, such as its queries or its keys. A step sets first what is given, then what follows.
+    """One set of rows of a loss, such as its queries. A step sets first what is given, then what follows."""
 
-    Attributes:
-        own: the columns of this rank, as the caller passed them.
-        needs_grad: whether the gradient of the rows is needed.
-        live: those of all ranks, or ``own`` where nothing is gathered; without rows if these stay on their rank.
-        counts: the number of rows of each rank, if they are gathered; ``first`` is where those of this rank begin.
-        anchors: ``own`` as they are compared.
-        candidates: ``live`` as they are compared, or ``own`` if the rows stay on their rank.
-        grad_anchors: [N, D] gradient of ``anchors``, None if it is not needed.
-        grad_candidates: [M, D] gradient of the candidates, and [N, D] once it has been summed over the ranks.
-    """
-
-    own: Columns
+    own: Columns  # of this rank, as the caller passed them
     needs_grad: bool
-    live: Columns
-    counts: tuple[int, ...] = ()
-    first: int = 0
-    anchors: Columns = field(init=False)
-    candidates: Columns = field(init=False)
-    grad_anchors: Tensor | None = None
-    grad_candidates: Tensor | None = None
+    live: Columns  # of all ranks, or ``own`` where nothing is gathered; without rows if these stay on their rank
+    counts: tuple[int, ...] = ()  # the rows of each rank, if they are gathered
+    first: int = 0  # where those of this rank begin
+    anchors: Columns = field(init=False)  # ``own`` as they are compared
+    candidates: Columns = field(init=False)  # ``live`` as they are compared, or ``own`` if the rows stay on their rank
+    grad_anchors: Tensor | None = None  # [N, D] None if it is not needed
+    grad_candidates: Tensor | None = None  # [M, D] and [N, D] once it has been summed over the ranks
 
-    def gather(self, exchange: Exchange, counts: tuple[int, ...], arrived: Columns | None = None) -> None:
-        """Set the columns of all ranks, those that have ``arrived`` or else those of a collective."""
-        if arrived is None:
-            arrived = dict(zip(self.own, exchange.rows([*self.own.values()], counts)))
-        self.live, self.counts, self.first = arrived, counts, sum(counts[: exchange.group.rank()])
+    def gather(self, exchange: Exchange, counts: tuple[int, ...], **arrived: Tensor | None) -> None:
+        """Set the columns of all ranks: those that have ``arrived``, None for none, or else those of a collective."""
+        rows: Mapping[str, Tensor | None]
+        rows = arrived or dict(zip(self.own, exchange.rows([*self.own.values()], counts)))
+        self.live = {name: column for name, column in rows.items() if column is not None}
+        self.counts, self.first = counts, sum(counts[: exchange.group.rank()])
 
 
 def compare(sides: Sequence[Side], normalize: bool) -> None:
@@ -253,14 +243,6 @@ def gradient_of_given(side: Side, factor: int, normalize: bool) -> Tensor | None
     return across.div_(torch.where(length == 0, 1.0, length) / factor).to(rows.dtype)
 
 
-class SumOfBlocks(NamedTuple):
-    """A sum of losses of anchors, with its gradients; None for those that are not needed."""
-
-    sums: Tensor  # [1 + L] float64: the loss, and the gradients of the logarithm of the scale, and of a bias
-    grad_anchors: Tensor | None  # [n, D]
-    grad_candidates: Tensor | None  # [K, D]
-
-
 @exact
 def sum_of_blocks(
     anchors: Tensor,
@@ -270,14 +252,14 @@ def sum_of_blocks(
     block_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     bias: Tensor | None = None,
     copies: int = 1,
-) -> SumOfBlocks:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j + b` and its gradients, in blocks of anchors.
 
-    Anchors (n, D), candidates (K, D), the scale s and the bias b, None for 0, have one dtype. ``needs`` says which
-    gradients to return: of the anchors, of the candidates, of the scale and the bias.
-    ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the place of the block among the
-    anchors. It returns the sum of the losses of the block, float64, and its gradient (b, K). ``copies`` says how many
-    tensors (b, K) it holds, so that those of a block stay in bounds.
+    Of anchors (n, D), candidates (K, D), the scale s and the bias b, None for 0, all of one dtype: the sum and its
+    gradients of log s and of b (1 + L,) float64, then those of the anchors and of the candidates, as ``needs`` says of
+    anchors, candidates and numbers. ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the
+    place of the block among the anchors, and returns the sum of its losses, float64, and its gradient (b, K).
+    ``copies`` of such tensors are in memory together.
     """
     scaled, sums, of_anchors, of_candidates = anchors * scale, list[Tensor](), list[Tensor](), None
     for place, scores in blocks_of_scores(scaled, candidates, copies=copies):
@@ -297,7 +279,7 @@ def sum_of_blocks(
         sums = [scaled.new_zeros(1 + needs[2] * (1 + (bias is not None)), dtype=torch.float64)]
         of_anchors, of_candidates = [torch.zeros_like(anchors)], torch.zeros_like(candidates)
     grad_anchors = (of_anchors[0] if len(of_anchors) == 1 else torch.cat(of_anchors)) if needs[0] else None
-    return SumOfBlocks(sum(sums[1:], sums[0]), grad_anchors, of_candidates if needs[1] else None)
+    return sum(sums[1:], sums[0]), grad_anchors, of_candidates if needs[1] else None
 
 
 def blocks_of_scores(

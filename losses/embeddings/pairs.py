@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from .base import (
     compare,
     joined,
     lowest,
-    present,
+    needs_gradient,
     sum_of_blocks,
 )
 from .retrieval import checked_labels
@@ -217,7 +218,7 @@ class PairLoss(ContrastiveLoss):
                 unit = weight_unit(weight)  # so that no sum of weights overflows
                 totals[:2] = (weight / unit).sum(), unit
             if group is None:
-                return Offer((sides, weight), rows=len(queries), totals=totals, check=check)
+                return Offer((sides, weight), {}, len(queries), totals, check=check)
             own, more = of_keys.own, _more_columns(of_keys.own)
             facts = {**self._facts(), "queries": describe_rows(queries), "columns": [*more]}
             if weight is not None:
@@ -244,8 +245,8 @@ class PairLoss(ContrastiveLoss):
             with torch.no_grad():
                 rows, back, labels, guide, guide_back, *others = gather_after(call, exchange.group, agreed)
                 more = dict(zip(_more_columns(of_keys.own), others))
-                of_keys.gather(exchange, agreed.rows, present(rows=rows, labels=labels, guide=guide, **more))
-                of_queries.gather(exchange, agreed.rows, present(rows=back, labels=labels, guide=guide_back))
+                of_keys.gather(exchange, agreed.rows, rows=rows, labels=labels, guide=guide, **more)
+                of_queries.gather(exchange, agreed.rows, rows=back, labels=labels, guide=guide_back)
                 for side in further:
                     side.gather(exchange, (*map(int, numbers),))
 
@@ -286,9 +287,6 @@ class PairLoss(ContrastiveLoss):
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
-        for parameter in (self.logit_scale, self.logit_bias):
-            if parameter is not None and not parameter.is_meta:
-                check_values("queries", queries)
         if negatives is not None and self._asks_whose and len(negatives) != len(queries):
             what = f"{len(queries)} rows of shape (N, K, D) or (N, D), those of each query"
             fix = "The hardness_mode or the direction doc_to_doc tell the negatives of a query from those of others."
@@ -308,7 +306,9 @@ class PairLoss(ContrastiveLoss):
             _check_parts(column, values, "constants", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            own = present(rows=rows, labels=negative_labels if name == "negatives" else labels)
+            own, of_rows = {"rows": rows}, negative_labels if name == "negatives" else labels
+            if of_rows is not None:
+                own["labels"] = of_rows
             if name != "queries":
                 check_like(name, rows, queries, "queries")
                 for column, values in columns.items():
@@ -321,6 +321,9 @@ class PairLoss(ContrastiveLoss):
                 own["guide"] = _of_rows(f"mask of {name}", guide, rows, name)
                 check_like(f"mask of {name}", guide, sides[0].own["guide"] if sides else guide, "the mask of queries")
             sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
+        for parameter in (self.logit_scale, self.logit_bias):
+            if parameter is not None and not parameter.is_meta:
+                check_values("queries", queries)
         return sides
 
     def _compared(
@@ -379,10 +382,7 @@ class PairLoss(ContrastiveLoss):
         return None
 
     def _local_sums(self, sides: Sequence[Side], share: Tensor, learned: Sequence[Learned]) -> Tensor:
-        """Return this rank's loss and the gradients of ``learned``, (1 + L,), and leave those of the rows in the sides.
-
-        ``share`` is what a pair weighs, (N,) float64.
-        """
+        """Return this rank's loss and gradients of ``learned`` (1 + L,), of pairs that weigh ``share`` (N,) float64."""
         queries, *docs = sides
         keys, rows = docs[0], docs[0].anchors["rows"]
         if "labels" in keys.own:
@@ -392,13 +392,15 @@ class PairLoss(ContrastiveLoss):
                     labels = rows.new_full((len(side.candidates["rows"]),), _ALONE, dtype=torch.int64)
                 side.candidates = {**side.candidates, "labels": labels.masked_fill(labels == _NO_LABEL, _ALONE)}
             queries.candidates = {**queries.candidates, "labels": keys.candidates["labels"]}
-        columns, options = [side.candidates for side in docs], dict[str, Any]()
-        wide, parts = queries, [(side, slice(None)) for side in docs]
+        columns, parts, wide, options = list[Columns](), list[tuple[Side, slice]](), queries, dict[str, Any]()
+        for side in docs:
+            columns.append(side.candidates)
+            parts.append((side, slice(None)))
         if self.hardness_mode is not None or (len(self.directions) > 1 and not self.symmetric):
             wide, columns, parts, options = self._compared(queries, docs)
         if self.queue_size:
             columns += self._queued_columns(columns[0])
-        if True in ["offsets" in part for part in columns]:
+        if "offsets" in {*itertools.chain(*columns)}:
             for place, part in enumerate(columns):
                 offsets = part.get("offsets", rows.new_zeros(len(part["rows"])))
                 columns[place] = {**part, "offsets": offsets.to(rows)}
@@ -421,7 +423,7 @@ class PairLoss(ContrastiveLoss):
             options["pairs"] = F.pad(numbers, (0, len(candidates["rows"]) - len(numbers)), value=-1)  # of the queue
         bias = self._bias(scale, learned[1:])
         weight = share / 2 if self.symmetric else share
-        needs_grad = True in [side.needs_grad for side in sides] + [item.needs_grad for item in learned]
+        needs_grad = any(map(needs_gradient, (*sides, *learned)))
         there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
         back = Direction(keys, [(queries, slice(None))], queries.candidates, limit, weight, needs_grad)
 
@@ -438,29 +440,26 @@ class PairLoss(ContrastiveLoss):
         sums: list[Tensor] = []
         for direction in (there, back) if self.symmetric and not shares_product else (there,):
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
-            wanted = (
-                direction.anchors.needs_grad,
-                True in [side.needs_grad for side, _ in direction.parts],
-                bool(learned),
-            )
+            of_candidates = any(map(needs_gradient, [side for side, _ in direction.parts]))
+            wanted = direction.anchors.needs_grad, of_candidates, bool(learned)
             anchors, others = direction.anchors.anchors["rows"], direction.candidates["rows"]
             copies = self._copies + (direction.hardness is not None)
-            result = sum_of_blocks(anchors, others, scale, wanted, block_loss, bias, copies)
-            direction.anchors.grad_anchors, begin = result.grad_anchors, 0
+            numbers, of_anchors, of_others = sum_of_blocks(anchors, others, scale, wanted, block_loss, bias, copies)
+            direction.anchors.grad_anchors, begin = of_anchors, 0
             for side, half in direction.parts:
                 end = begin + len(side.candidates["rows"])
-                if side.needs_grad and result.grad_candidates is not None:
-                    gradient = result.grad_candidates[begin:end, half]
+                if side.needs_grad and of_others is not None:
+                    gradient = of_others[begin:end, half]
                     side.grad_candidates = gradient if side.grad_candidates is None else side.grad_candidates + gradient
                 begin = end
-            sums.append(result.sums)
+            sums.append(numbers)
         if wide is not queries and wide.grad_anchors is not None:
             for side, gradient in zip((queries, keys), wide.grad_anchors.chunk(2, dim=1)):
                 side.grad_anchors = gradient if side.needs_grad else None
         if shares_product:  # every rank sends the same gradients, whether it shares the product or not
             queries.grad_anchors, queries.grad_candidates = None, queries.grad_anchors
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
-        for number in (candidates.get("guide"), limit, *[side.anchors["rows"] for side in docs[1:]]):
+        for number in (candidates.get("guide"), limit, candidates["rows"] if docs[1:] else None):
             if number is not None:
                 sums[0][0] += (0.0 * number).sum()
         return sum(sums[1:], sums[0])
@@ -502,8 +501,7 @@ class PairLoss(ContrastiveLoss):
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each anchor (b,), float64, and the weighted gradient of its positive (b,).
 
-        ``others`` (b, K) are the scores of all other candidates, the lowest number where one takes no part. Their
-        weighted gradient takes their place.
+        That of the scores of all ``others`` (b, K), the lowest number where one takes no part, takes their place.
         """
         raise NotImplementedError
 

@@ -66,10 +66,10 @@ def _sums_of_queries(
         return values[block].sum(), slope
 
     needs, gradient = (with_grad, with_grad, False), unit.new_empty(0)
-    sums = sum_of_blocks(unit[begin:end], ranked, unit.new_ones(()), needs, block_loss)
-    if sums.grad_candidates is not None and sums.grad_anchors is not None:
-        gradient = F.pad(sums.grad_candidates, (0, 0, first, 0)) if first else sums.grad_candidates
-        gradient[begin:end] += sums.grad_anchors
+    _, of_queries, of_ranked = sum_of_blocks(unit[begin:end], ranked, unit.new_ones(()), needs, block_loss)
+    if of_queries is not None and of_ranked is not None:
+        gradient = F.pad(of_ranked, (0, 0, first, 0)) if first else of_ranked
+        gradient[begin:end] += of_queries
     return values if weight is None else values * weight, valid, gradient
 
 

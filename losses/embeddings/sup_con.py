@@ -29,7 +29,6 @@ from .base import (
     compare,
     joined,
     lowest,
-    present,
     softmax_,
     softplus,
     sum_of_blocks,
@@ -143,7 +142,7 @@ class SupConLoss(ContrastiveLoss):
             exchange = Exchange(call, group)
             with torch.no_grad():
                 rows, its_labels, weight = gather_after(call, group, agreed)
-                anchors.gather(exchange, agreed.rows, present(rows=rows, labels=its_labels, weight=weight))
+                anchors.gather(exchange, agreed.rows, rows=rows, labels=its_labels, weight=weight)
                 for side in others:
                     side.gather(exchange, (*(int(number) for number, *_ in agreed.totals),))
         if labels is None:
@@ -196,14 +195,11 @@ class SupConLoss(ContrastiveLoss):
             kept = (~ignored).nonzero()[:, 0]
             flat, targets = flat.index_select(0, kept), targets.index_select(0, kept)
             weight = None if weight is None else weight.index_select(0, kept)
-        return present(rows=flat, labels=targets, weight=weight), check
+        columns = {"rows": flat, "labels": targets}
+        return columns if weight is None else columns | {"weight": weight}, check
 
     def _local_loss(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
-        """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,).
-
-        The first side are the anchors, and the last one the candidates: the reference, or the anchors themselves. The
-        gradients of the rows are left in the sides.
-        """
+        """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,)."""
         anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
         rows, targets, weight = anchors.anchors["rows"], anchors.live["labels"], anchors.live.get("weight")
         own = slice(anchors.first, anchors.first + len(rows))
@@ -237,12 +233,13 @@ class SupConLoss(ContrastiveLoss):
             share = (weight / torch.where(mass > 0, mass, 1.0))[own]
         block_loss = partial(_block_loss, positives=positives, weight=share, first=first)
         needs, scale = (anchors.needs_grad, others.needs_grad, False), rows.new_tensor(1.0 / self.temperature)
-        sums = sum_of_blocks(rows, candidates["rows"], scale, needs, block_loss, None, 8 if targets.ndim == 2 else 1)
-        anchors.grad_anchors = sums.grad_anchors
-        if sums.grad_candidates is not None:
-            others.grad_candidates = sums.grad_candidates[: len(others.candidates["rows"])]
+        copies = 8 if targets.ndim == 2 else 1
+        sums, *gradients = sum_of_blocks(rows, candidates["rows"], scale, needs, block_loss, None, copies)
+        anchors.grad_anchors, of_candidates = gradients
+        if of_candidates is not None:
+            others.grad_candidates = of_candidates[: len(others.candidates["rows"])]
         # A NaN reaches the loss even if no row counts.
-        return has_pair, sums.sums + sum([(0.0 * side.anchors["rows"]).sum() for side in sides])
+        return has_pair, sums + sum([(0.0 * side.anchors["rows"]).sum() for side in sides])
 
 
 def _block_loss(
