@@ -67,8 +67,7 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
 def _complete_signature(cls: type, bases: Iterable[type]) -> None:
     """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of Options, from its bases.
 
-    An unknown argument raises TypeError with the name of the class that is constructed, not of a base, and with the
-    argument that has the most similar name, if there is one.
+    A wrong argument raises TypeError with the name of the class, not of a base, and the most similar argument.
     """
     init: Any = cls.__dict__.get("__init__")
     if init is None:

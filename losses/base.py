@@ -178,10 +178,7 @@ class DistributedLoss(nn.Module):
 
 
 class CurrentTemperature(DistributedLoss, SavedState):
-    """Base of the losses with a temperature, which may be automatic. The ranks compare it.
-
-    The state has it if it is not that of the constructor. A state without it restores that of the constructor.
-    """
+    """Base of the losses with a temperature, which may be automatic. The state has it unless the constructor set it."""
 
     _saved_names: ClassVar[tuple[str, ...]] = ("saved_temperature",)
     _optional_names = _saved_names

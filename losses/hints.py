@@ -52,10 +52,9 @@ class Hints:
         return hints_of, self._key  # a copy of a loss has the hints of its class and name
 
     def should_observe(self, loss: Any) -> bool:
-        """Count a call of ``loss``, and return whether to pass it to the methods ``observe...``.
+        """Count a training call of ``loss``, and return whether to pass it to the methods ``observe...``.
 
-        True in training calls 1, 2, 4, 8, ..., in which all hints are looked for. True also after a call without a
-        valid class, until the series ends or its hint is given.
+        True in calls 1, 2, 4, 8, ..., and after one without a valid class until the series ends or its hint is given.
         """
         if not (loss.validate_args and loss.training):
             return False

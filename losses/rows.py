@@ -1,8 +1,4 @@
-"""The checks of what a loss is called with, before anything travels.
-
-:class:`Batch` is the checked rows of a ranking loss, and :func:`check_batch` makes it. Then the checks of single
-tensors, which the other losses use too, and last the questions about tensors that all losses ask.
-"""
+"""The checks of what a loss is called with, before anything travels: whole batches, then single tensors."""
 
 from __future__ import annotations
 
@@ -41,13 +37,10 @@ class TargetRule(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a ranking loss, with what is known about them once :func:`check_batch` has checked them.
-
-    Checked targets are int64 indices (0 and 1 in binary mode) or multi-hot codes. Weights are as they were given.
-    """
+    """Rows of a ranking loss, with what is known about them once :func:`check_batch` has checked them."""
 
     logits: Tensor  # [N, C]
-    targets: Tensor  # [N] or [N, C]
+    targets: Tensor  # [N] int64 indices, 0 and 1 in binary mode, or [N, C] multi-hot codes
     iid_mask: Tensor | None = None  # [N]
     sample_weight: Tensor | None = None  # [N]
     indexes: Tensor | None = None  # [N] int64, the query of each row
@@ -109,12 +102,10 @@ def check_batch(
 ) -> Batch:
     """Return the rows that the caller passed as ``given``, checked, or raise TypeError or ValueError.
 
-    The checks that read values wait for the device. ``validate_args=False`` skips them, and so does compiling. Weights
-    cost one wait, and targets another. The latter also brings two numbers to the host that a later step needs: the
-    positives, and the rows for which ``stored(logits, targets)`` is True. With ``defers`` nothing is read: the fields
-    ``check`` and ``unread`` of the batch hold both, to travel with a header.
-
-    The weights are at least in ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
+    Weights cost one wait for the device, and targets another, unless ``validate_args`` is False or while compiling. The
+    latter also counts the positives and the rows for which ``stored(logits, targets)`` is True. With ``defers`` nothing
+    is read: ``check`` and ``unread`` of the batch hold both, to travel with a header. The weights are at least in
+    ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
     """
     logits, targets, iid_mask, sample_weight, indexes = tensors = given[:5]
     check_tensor("logits", logits)
@@ -327,10 +318,7 @@ def class_range_check(raw: Tensor, targets: Tensor, bad: Tensor, num_classes: in
 def weight_and_check(
     sample_weight: Tensor, dtype: torch.dtype, validate_args: bool
 ) -> tuple[Tensor, DeviceCheck | None]:
-    """Return the weights detached, and the check that all are finite and >= 0; None if not wanted.
-
-    They are in ``dtype``, or in float64 if they are: :func:`scaled_weight` converts them.
-    """
+    """Return the weights detached, at least in ``dtype``, and the check that all are finite and >= 0, None for none."""
     if sample_weight.is_complex() or sample_weight.dtype == torch.bool:
         fix = "Use sample_weight.float()." if sample_weight.dtype == torch.bool else ""
         raise TypeError(expected("sample_weight", "a tensor of real numbers", sample_weight, fix))
@@ -451,10 +439,9 @@ def query_weight(weight: Tensor | None, reduction: str) -> Tensor | None:
 
 
 def weight_unit(weight: Tensor, dim: int | None = None) -> Tensor:
-    """Return the power of two next below the largest weight, float32 or float64, a scalar or that along ``dim``, kept.
+    """Return the power of two next below the largest weight, a scalar or that along ``dim``, kept.
 
-    Divided by it, which changes no digit, the largest weight is in [1, 2). So no sum overflows, and weights that the
-    dtype of the scores cannot represent, such as exp(-200), can be converted to it.
+    Divided by it, no sum overflows, and weights that the dtype of the scores lacks, such as exp(-200), fit it.
     """
     if weight.numel() == 0:
         return weight.new_ones(())
@@ -470,8 +457,7 @@ def scaled_weight(weight: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
 def unit_rows(rows: Tensor) -> Tensor:
     """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros.
 
-    Each row is first divided by its largest entry, so that no square overflows or underflows. That does not change its
-    direction, so the entry is a constant for the gradient.
+    Each row is first divided by its largest entry, a constant for the gradient, so that no square overflows.
     """
     rows = rows.to(compute_dtype(rows.dtype))
     if not (is_followed() or (rows.requires_grad and torch.is_grad_enabled())):

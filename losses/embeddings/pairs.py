@@ -40,7 +40,6 @@ from .retrieval import checked_labels
 
 _NO_LABEL = -100
 _TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as they travel
-_OF_QUERIES = {"query_to_query", "doc_to_query"}  # directions whose candidates are queries
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
@@ -228,8 +227,8 @@ class PairLoss(ContrastiveLoss):
                 totals.append(0.0 if item.is_sharded else item.parameter.detach())
             for side in further:
                 facts |= {f"{name} of negatives": describe_rows(column) for name, column in side.own.items()}
-            queries_travel = self.symmetric or not _OF_QUERIES.isdisjoint(self.directions)
-            back = of_queries.own if queries_travel else {}
+            are_candidates = self.symmetric or not {"query_to_query", "doc_to_query"}.isdisjoint(self.directions)
+            back = of_queries.own if are_candidates else {}
             tensors = own["rows"], back.get("rows"), own.get("labels"), own.get("guide"), back.get("guide")
             names = *_TENSORS, *[f"{name} of keys" for name in more]
             return Offer((sides, weight), facts, 0, totals, self._checksum, check, (*tensors, *more.values()), names)

@@ -21,8 +21,7 @@ from .pairs import Direction, Given, PairLoss, PairOptions
 class Block(NamedTuple):
     """Some queries of this rank with all K candidates: the keys of all ranks, the negatives, the queue.
 
-    The scores are overwritten after the call of the function. A candidate that ``labels`` or an offset of -inf leave
-    out has a score of -inf, and no gradient.
+    The scores are overwritten after the call. A candidate that is left out has a score of -inf, and no gradient.
     """
 
     scores: Tensor  # [b, K] similarities, divided by the temperature, plus the offsets

@@ -214,8 +214,8 @@ def test_targets_of_the_losses_of_torch() -> None:
 
 # text: what makes the wrapper that warns of it
 AT_CONSTRUCTION: dict[str, dict[str, Any]] = {
-    "Plain has no temperature: temp_start has no effect.* needs an attribute `temperature`": {"main_loss": Plain(), **TEMPERATURES},
-    "SoftmaxFocalLoss has no reset_queue: reset_queue_each_epoch has no effect": {"main_loss": SoftmaxFocalLoss(), "reset_queue_each_epoch": True},
+    "Plain has no temperature: temp_start .* needs an attribute `temperature`": {"main_loss": Plain(), **TEMPERATURES},
+    "Loss has no reset_queue: reset_": {"main_loss": SoftmaxFocalLoss(), "reset_queue_each_epoch": True},
 }
 
 
