@@ -105,6 +105,7 @@ class PairLoss(ContrastiveLoss):
     hardness_strength = 0.0
     _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
+    _pairs_views = True  # so keys that are the queries are a mistake
 
     def __init__(
         self,
@@ -260,6 +261,9 @@ class PairLoss(ContrastiveLoss):
             return None, self._local_sums(sides, share, learned)
 
         loss, _ = self._sum_over_ranks(compute, sides, exchange, learned)
+        if self._pairs_views and given.queries is given.keys and has_values(loss):
+            fix = "Pass another view as keys, or rows and labels to SupConLoss."
+            self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
         if self._enqueues and has_values(loss):
             columns = of_keys.candidates
             offsets, labels = columns.get("offsets"), columns.get("labels")

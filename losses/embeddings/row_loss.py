@@ -66,6 +66,7 @@ class RowLoss(PairLoss):
     """
 
     _shown = PairLoss._of_all
+    _pairs_views = False
     _copies = 2  # next to the scores, what the function makes of them and its gradient
 
     def __init__(

@@ -12,6 +12,7 @@ from torch import Tensor
 from workers import forget_hints
 
 from fullrank import (
+    InfoNCELoss,
     NDCGLoss,
     PAUCAtBudgetLoss,
     RetrievalSmoothAPLoss,
@@ -243,3 +244,11 @@ def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make
     monkeypatch.setattr(hints, "start_copy", lambda values: None)
     texts = texts_of(make(), 40, **steps)
     assert len(texts) == (fix == "num_classes=1")  # it reads no value
+
+
+def test_keys_that_are_the_queries_warn_once():
+    """The control: equal keys, which may be another view without dropout."""
+    (text,) = texts_of(lambda rows, _: InfoNCELoss()(rows, rows), 3, lambda step: draw(step, 3))
+    assert text.startswith("InfoNCELoss: the queries are the keys: ")
+    forget_hints()
+    assert texts_of(lambda rows, _: InfoNCELoss()(rows, rows.clone()), 3, lambda step: draw(step, 3)) == []
