@@ -349,5 +349,3 @@ CALLS |= {
     "global_mean": _gather("global_mean", _fraction, _BAD_FRACTION, _DIFFERENT_FRACTION),
     "global_sum": _gather("global_sum", _sum, _BAD_SUM, _DIFFERENT_SUM, lambda total: total.square().sum()),
 }
-BAD = [(name, kind) for name, call in CALLS.items() for kind in call.bad]
-DIFFERENT = [(name, kind) for name, call in CALLS.items() for kind in call.differ]

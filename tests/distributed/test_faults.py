@@ -9,8 +9,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -20,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fault_calls import BAD, CALLS, DIFFERENT, Call
+from fault_calls import CALLS, Call
 from faults import Arguments, Fault
 from loss_cases import LOSSES
 from on_ranks import common_error, on_ranks, same
@@ -42,27 +41,29 @@ def after_no_step(name: str, rank: int, world_size: int, before: tuple[int, ...]
     return _after(CALLS[name], rank, before)
 
 
-def spoil(rank: int, name: str, fault: Fault, odd_ranks: Sequence[int], head: str) -> None:
-    """Spoil the second step, and that of another subject in its third, on each of the ranks in turn.
+def spoil(rank: int, name: str, kind: str, fault: Fault, odd_ranks: Sequence[int], head: str) -> None:
+    """Spoil the first step, and one after two right steps, on each of the ranks in turn.
 
-    From the third call on a loss may take a shorter way. The message is the same on all, and begins with ``head``. The
-    state is as before, and the next step as if the spoiled one had never been.
+    The message is the same on all, and begins with ``head``. The state is as before, and the last step as if the
+    spoiled ones had never been.
     """
     call = CALLS[name]
-    for odd_rank, before_it in itertools.product(odd_ranks, ((0,), (0, 3))):
+    for odd_rank in odd_ranks:
         subject = call.make()
-        for index in before_it:
-            take_step(call, subject, rank, index)
-        arguments, before = _arguments(call, rank, 1), _state(subject)
-        arguments |= fault.common(arguments)
-        arguments |= fault.change(arguments) if rank == odd_rank else {}
-        error, text = common_error(partial(subject, **arguments))
-        assert error == fault.kind, text
-        assert fault.is_said(text), text
-        assert f"rank {odd_rank}" in text
-        assert text.startswith(tuple(head.format(call=one, rank=odd_rank) for one in call.heads)), text
-        assert _state(subject) == before
-        assert take_step(call, subject, rank, 2) == after_no_step(name, rank, dist.get_world_size(), before_it)
+        for index in (1, 0, 3, 1, 2):
+            if index != 1:
+                bits = take_step(call, subject, rank, index)
+                continue
+            arguments, before = _arguments(call, rank, 1), _state(subject)
+            arguments |= fault.common(arguments)
+            arguments |= fault.change(arguments) if rank == odd_rank else {}
+            error, text = common_error(partial(subject, **arguments))
+            assert error == fault.kind, (kind, text)
+            assert fault.is_said(text), (kind, text)
+            assert f"rank {odd_rank}" in text, (kind, text)
+            assert text.startswith(tuple(head.format(call=one, rank=odd_rank) for one in call.heads)), (kind, text)
+            assert _state(subject) == before, kind
+        assert bits == after_no_step(name, rank, dist.get_world_size(), (0, 3)), kind
 
 
 def _with_first_element(call: Call, rank: int, value: float | None, ignore: bool = False) -> tuple[float, list[bytes]]:
@@ -111,6 +112,25 @@ def _state(subject: Any) -> list[bytes]:
 def is_first(call: Call) -> bool:
     """Return whether a call is no further form of a loss."""
     return call.form is None or call.form.is_first
+
+
+ON_EACH_RANK = ("smooth_ap", "global_mean")
+# The first call of each kind of loss, and every gather, wrapper and sharded loss that is no way to compute another.
+KINDS = {call.form.loss.kind: name for name, call in reversed(CALLS.items()) if call.form}
+FIRSTS = {*KINDS.values(), "sup_con", *(name for name, call in CALLS.items() if not call.form and "_by_" not in name)}
+BY_NAME = [pytest.param(2, name, marks=[pytest.mark.slow] * (name not in ON_EACH_RANK)) for name in CALLS]
+BY_NAME += [pytest.param(3, name, marks=pytest.mark.full) for name in ON_EACH_RANK]
+
+
+def turns(name: str, kinds: Iterable[Any], among: int = 5) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Yield the kinds of faults of a call, and the ranks on which they happen: each for a few calls, else in turn.
+
+    The losses of a kind share their checks, so that all faults are tested of the first, and one in ``among`` of others.
+    """
+    place = [*CALLS].index(name)
+    for index, kind in enumerate(kinds):
+        if name in FIRSTS or (index + place) % among == 0:
+            yield kind, range(dist.get_world_size()) if name in ON_EACH_RANK else ((index + place // among) % 2,)
 
 
 class Subclass(Tensor):
@@ -176,15 +196,18 @@ def _of_layout(
 LAID_OUT = ("smooth_ap", "ndcg", "info_nce", "sup_con", "cross_entropy")  # in the fast tests, one of each entrance
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in LAID_OUT)) for n in CALLS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in LAID_OUT)) for n in CALLS if is_first(CALLS[n])]
+)
 @on_ranks()
 def test_any_layout_of_the_rows_of_one_rank(rank: int, name: str) -> None:
     """In both steps the bits are those of a plain copy, or all ranks raise the same."""
     call = CALLS[name]
     subject = call.make()
     all_settings = [{}, {"normalize": False}, {"gather_distributed": False}]  # the last is of one process
-    for (layout, change), settings in itertools.product(LAYOUTS.items(), all_settings):
+    for (layout, _), settings in itertools.product(turns(name, LAYOUTS, among=2), all_settings):
         if all(hasattr(subject, key) for key in settings):
+            change = LAYOUTS[layout]
             plain = lambda x, change=change: torch.empty(x.shape, dtype=change(x).dtype).copy_(change(x))  # noqa: E731
             has_grad = layout not in ("of inference", "complex")
             found, right = (_of_layout(call, rank, way, settings, has_grad) for way in (change, plain))
@@ -398,42 +421,18 @@ def validates_alone(rank: int) -> None:
 SILENT = (fewer_steps, validates_alone)  # here the rank that does nothing stays alive until the others have ended
 
 
-ON_EACH_RANK = ("smooth_ap", "smooth_ap_by_moments", "global_mean")
-
-
-def over_ranks(cases: list[tuple[str, Any]]) -> list[Any]:
-    """Return world size, odd ranks and case: the cases on two ranks, and those of a few calls on three.
-
-    The odd rank is each of them for a few calls, and changes from one kind to the next for the others. The forms of a
-    loss have one check before them, so that of the first alone every kind is tested.
-    """
-    kinds = Counter(name for name, _ in cases)
-    firsts = {name for name, call in CALLS.items() if name in ON_EACH_RANK or (is_first(call) and "_by_" not in name)}
-    other_forms = [case for case in cases if case[0] not in firsts and kinds[case[0]] > 5]
-    left_out = {case for index, case in enumerate(other_forms) if index % 3}
-    found = []
-    for index, (name, kind) in enumerate(case for case in cases if case not in left_out):
-        is_each = name in ON_EACH_RANK
-        odd_ranks = (0, 1) if is_each or kinds[name] < 3 else (index % 2,)
-        marks = [] if is_each and "_by_" not in name else [pytest.mark.slow]
-        found.append(pytest.param(2, odd_ranks, name, kind, marks=marks, id=f"2-{name}-{kind}"))
-        if is_each:
-            found.append(pytest.param(3, (0, 1, 2), name, kind, marks=pytest.mark.full, id=f"3-{name}-{kind}"))
-    return found
-
-
-@pytest.mark.parametrize(("world_size", "odd_ranks", "name", "kind"), over_ranks(BAD))
+@pytest.mark.parametrize(("world_size", "name"), BY_NAME)
 @on_ranks(...)
-def test_bad_input_on_one_rank_raises_on_all(rank: int, odd_ranks: tuple[int, ...], name: str, kind: str) -> None:
-    spoil(rank, name, CALLS[name].bad[kind], odd_ranks, "{call} failed on rank {rank}: ")
+def test_bad_input_on_one_rank_raises_on_all(rank: int, name: str) -> None:
+    for kind, odd_ranks in turns(name, CALLS[name].bad):
+        spoil(rank, name, kind, CALLS[name].bad[kind], odd_ranks, "{call} failed on rank {rank}: ")
 
 
-@pytest.mark.parametrize(("world_size", "odd_ranks", "name", "kind"), over_ranks(DIFFERENT))
+@pytest.mark.parametrize(("world_size", "name"), BY_NAME)
 @on_ranks(...)
-def test_input_that_differs_on_one_rank_raises_on_all(
-    rank: int, odd_ranks: tuple[int, ...], name: str, kind: str
-) -> None:
-    spoil(rank, name, CALLS[name].differ[kind], odd_ranks, "{call}: expected the same on every rank, got ")
+def test_input_that_differs_on_one_rank_raises_on_all(rank: int, name: str) -> None:
+    for kind, odd_ranks in turns(name, CALLS[name].differ):
+        spoil(rank, name, kind, CALLS[name].differ[kind], odd_ranks, "{call}: expected the same on every rank, got ")
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.keeps_rows])
@@ -452,29 +451,27 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
     assert names == gathers | losses | {"ShardedLoss"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "odd_ranks", "name", "value"),
-    over_ranks([(name, value) for name in CALLS for value in (math.nan, math.inf, -math.inf)]),
-)
+@pytest.mark.parametrize(("world_size", "name"), BY_NAME)
 @on_ranks(...)
-def test_a_value_that_is_not_finite_on_one_rank(rank: int, odd_ranks: tuple[int, ...], name: str, value: float) -> None:
-    """No error. In the first row of each of the ranks in turn, in the second of three steps.
+def test_a_value_that_is_not_finite_on_one_rank(rank: int, name: str) -> None:
+    """No error. In the first row of a rank, in the second of three steps.
 
     A NaN makes the loss NaN on every rank. The third step is that of a run in which the row was ignored, or for calls
     without targets had never been; the control is a finite value in its place.
     """
-    call = CALLS[name]
+    call, values = CALLS[name], (math.nan, math.inf, -math.inf)
     has_logits = "logits" in _arguments(call, rank, 0)
-    for odd_rank in odd_ranks:
-        given = value if rank == odd_rank else None
-        objective, bits = _with_first_element(call, rank, given)
-        if has_logits:
-            assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1]
-        else:
-            assert bits == after_no_step(name, rank, dist.get_world_size())
-        if has_logits and call.keeps_rows:
-            assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1]
-        assert math.isnan(same(objective)) or not math.isnan(value)
+    for turn, value in enumerate(values):
+        for odd_rank in range(dist.get_world_size()) if name in ON_EACH_RANK else (turn % 2,):
+            given = value if rank == odd_rank else None
+            objective, bits = _with_first_element(call, rank, given)
+            if has_logits:
+                assert bits == _with_first_element(call, rank, given, ignore=rank == odd_rank)[1], value
+            else:
+                assert bits == after_no_step(name, rank, dist.get_world_size()), value
+            if has_logits and call.keeps_rows:
+                assert bits != _with_first_element(call, rank, 0.5 if rank == odd_rank else None)[1], value
+            assert math.isnan(same(objective)) or not math.isnan(value)
 
 
 TIMEOUT_S = 20  # far more than it takes to see that a connection is lost, and less than the limit of a process
@@ -507,7 +504,7 @@ def assert_named(fates: list[Fate], *texts: str) -> None:
 
 def deaths() -> list[Any]:
     """Return every call with each of its collectives; one of each kind of collective is not left to ``make full``."""
-    kinds = {(REDUCED.get(case, "rows" if case[1] > 1 else "headers"), "wrapper" in case[0]): case for case in FORWARD}
+    kinds = {REDUCED.get(case, "rows" if case[1] > 1 else "headers"): case for case in FORWARD}
     return [
         pytest.param(*case, marks=pytest.mark.slow if case in kinds.values() else pytest.mark.full) for case in FORWARD
     ]
