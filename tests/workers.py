@@ -138,14 +138,14 @@ class WorkerPool:
         self._folder.cleanup()
 
 
-_pools: dict[int, WorkerPool] = {}
+_pools: dict[tuple[int, str], WorkerPool] = {}
 
 
-def get_pool(world_size: int) -> WorkerPool:
-    """Return the pool of this size, starting it at the first use and again after a failure."""
-    if world_size not in _pools or _pools[world_size].broken:
-        _pools[world_size] = WorkerPool(world_size)
-    return _pools[world_size]
+def get_pool(world_size: int, name: str = "") -> WorkerPool:
+    """Return the pool of this size and name, starting it at the first use and again after a failure."""
+    if (world_size, name) not in _pools or _pools[world_size, name].broken:
+        _pools[world_size, name] = WorkerPool(world_size)
+    return _pools[world_size, name]
 
 
 def close_pools() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
-from integration_cases import own_pool
-from workers import WorkerPool
+from integration_cases import launch
+from workers import WorkerPool, get_pool
 
 
-@pytest.fixture(scope="module")
-def workers(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
-    """Two processes that have imported the modules that the file names ``FRAMEWORK``."""
+@pytest.fixture
+def workers(request: pytest.FixtureRequest) -> WorkerPool:
+    """Two processes for all frameworks, which have imported the modules that the file names ``FRAMEWORK``."""
     missing = [name for name in request.module.FRAMEWORK if importlib.util.find_spec(name.partition(".")[0]) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
-    yield from own_pool(*request.module.FRAMEWORK)
+    pool = get_pool(2, "frameworks")
+    for module in request.module.FRAMEWORK:
+        pool(launch, module)  # one by one: on a busy machine an import takes as long as a test may
+    return pool

@@ -22,7 +22,6 @@ from sklearn.metrics import average_precision_score
 from subjects import error, whole
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
-from workers import WorkerPool
 
 from fullrank import LossWarmupWrapper
 
@@ -36,17 +35,6 @@ def within_group(script: str, folder: str) -> str:
     lines = re.sub(r"^dist\.(init|destroy)_process_group.*\n", "", script, flags=re.MULTILINE)
     assert lines.count("process_group") == 0
     return lines.replace('"outputs', f'"{folder}')
-
-
-def own_pool(*modules: str) -> Iterator[WorkerPool]:
-    """Two processes for the tests of one file: the body of a fixture."""
-    pool = WorkerPool(2)
-    try:
-        for module in modules:
-            pool(launch, module)  # one by one: on a busy machine an import takes as long as a test may
-        yield pool
-    finally:
-        pool.close()
 
 
 def launch(rank: int, module: str) -> None:

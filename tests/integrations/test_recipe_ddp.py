@@ -74,6 +74,7 @@ def test_it_trains_validates_and_resumes_as_one_process(rank: int, tmp_path: Pat
         assert forgets or history == continued
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_the_script_prints_what_the_page_says(rank: int, tmp_path: Path) -> None:
     names: dict[str, Any] = {}

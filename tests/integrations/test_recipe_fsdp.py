@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from integration_cases import average_precision, change, flat, make_encoder, make_rows, of_rows, own_pool, train, worst
+from integration_cases import average_precision, change, flat, launch, make_encoder, make_rows, of_rows, train, worst
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import blocks, run_block
 from subjects import error, gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from workers import WorkerPool
 
 import fullrank
 
@@ -146,8 +147,9 @@ def test_deepspeed(tmp_path: Path, stage: int) -> None:
     # Not Adam: a loss of order leaves the last bias a gradient of rounding errors, which Adam makes as large as others.
     recipe = recipe.replace('"Adam", "params": {"lr": 1e-2, "torch_adam": True}', '"SGD", "params": {"lr": 0.5}')
     recipe = recipe.replace('"optimizer"', '"zero_allow_untested_optimizer": True, "optimizer"')
-    pool = own_pool("deepspeed")  # the engine keeps state of the process
-    for parameters, has_queue in next(pool)(engine, recipe, str(tmp_path)):
+    pool = WorkerPool(2)  # the engine keeps state of the process
+    pool(launch, "deepspeed")
+    for parameters, has_queue in pool(engine, recipe, str(tmp_path)):
         assert parameters <= 1e-6
         assert has_queue
     pool.close()

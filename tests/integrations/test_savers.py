@@ -15,9 +15,9 @@ import integration_cases as cases
 import pytest
 import torch
 from loss_cases import FORMS
-from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from workers import WorkerPool
 
 import fullrank
 from fullrank import losses
@@ -292,8 +292,12 @@ SAVERS: dict[str, Callable[[Any, Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("name", MODULES)
+# Every module by its state_dict and from earlier versions, and every other saver with two kinds of state in turn.
+SAVED = [(name, saver) for name in MODULES for saver in ("torch", "earlier")]
+SAVED += [(KINDS[(turn + more) % 4], saver) for turn, saver in enumerate([*SAVERS][1:-1]) for more in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "saver"), SAVED)
 def test_the_next_losses_are_those_of_the_saved_model(name: str, saver: str, tmp_path: Path) -> None:
     model = trained(name)
     with warnings.catch_warnings():
@@ -307,7 +311,7 @@ def test_the_next_losses_are_those_of_the_saved_model(name: str, saver: str, tmp
     assert steps(without, 4, 5, 6) != wanted
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in KINDS)) for n in MODULES])
+@pytest.mark.parametrize("name", ["smooth_ap", "warm-up", *(pytest.param(n, marks=pytest.mark.full) for n in MODULES)])
 def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -339,14 +343,18 @@ def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
         assert steps(run(str(checkpoint)), 4, 5) != wanted
 
 
-# Of a model whose net is under FSDP2 every module that does not gather by itself, and a few of those in other wrappers.
-WRAPPED = [(name, "fsdp of the net") for name in MODULES if name != "sharded"]
-WRAPPED += [(name, wrapper) for name in KINDS for wrapper in ("ddp", "compile", "fsdp")]
+FRAMEWORK = ["transformers.modeling_utils"]
+# Each kind of state in a model whose net is under FSDP2, and in another wrapper.
+WRAPPED = [(name, "fsdp of the net") for name in (*KINDS, "sup_con")]
+WRAPPED += zip(KINDS, ("ddp", "fsdp", "compile", "fsdp"))
 
 
 @pytest.mark.parametrize(("name", "wrapper"), WRAPPED)
-@on_ranks(2)
-def test_a_wrapped_model(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
+def test_a_wrapped_model(workers: WorkerPool, name: str, wrapper: str, tmp_path: Path) -> None:
+    workers(loads_wrapped, name, wrapper, tmp_path)
+
+
+def loads_wrapped(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
     """By name, and from the full state that rank 0 alone has: the others receive the state of the loss too."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
