@@ -249,7 +249,7 @@ def test_discard_drops_all_gradients_of_a_plain_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.full)])
 @on_ranks(2)
 def test_compiled_models(rank: int, where: str) -> None:
     compiled, reference = (lambda model: torch.compile(model, backend="eager")), Model()

@@ -115,6 +115,7 @@ print(group())
 """
 
 
+@pytest.mark.full
 def test_nothing_holds_the_group_after_its_end() -> None:
     """In a Python of its own: what other tests have imported, and when, decides."""
     assert subprocess.check_output([sys.executable, "-c", LEAVING], text=True) == "None\n"

@@ -53,8 +53,10 @@ def report_of(program: Program, kind: str, rank: int) -> fr.preflight.StepReport
     return fr.verify_step(program.step, wrapped, batch, build_model=None if kind in ("ddp", "plain") else Net)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(3, "ddp"), (2, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.full)]
+)
+@on_ranks(...)
 def test_programs(rank: int, kind: str) -> None:
     """The verdict, and the cause as the first or second; the same report on every rank."""
     wrong = {}

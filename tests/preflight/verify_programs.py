@@ -347,52 +347,46 @@ class Program(NamedTuple):
     cause: str = ""
     is_window: bool = False
     counts: tuple[int, ...] = COUNTS
-    wrappers: str = "ddp fsdp"
+    wrappers: str = "ddp"  # FSDP2 reduces at other places: one program of each kind runs under it too
     middle: Callable[[], nn.Module] | None = None
 
 
 PROGRAMS = {
-    "own rows": Program(own_rows, "direction", "A loss of own rows"),
+    "own rows": Program(own_rows, "direction", "A loss of own rows", wrappers="ddp fsdp"),
     "usual gather": Program(usual_gather, "factor", "1/{W} on everything"),
-    "usual gather, times ranks": Program(
-        usual_gather_times_ranks, "factor", "{W} on what is used after", wrappers="ddp"
-    ),
-    "usual gather, scale": Program(usual_gather_with_scale, "factor", "before the gather", wrappers="ddp"),
-    "gather without own rows": Program(gather_without_own, "missing", "No gradient arrives", wrappers="ddp"),
-    "times ranks": Program(times_ranks, "factor", "{W} on everything"),
+    "usual gather, times ranks": Program(usual_gather_times_ranks, "factor", "{W} on what is used after"),
+    "usual gather, scale": Program(usual_gather_with_scale, "factor", "before the gather"),
+    "gather without own rows": Program(gather_without_own, "missing", "No gradient arrives"),
+    "times ranks": Program(times_ranks, "factor", "{W} on everything", wrappers="ddp fsdp"),
     "divided by ranks": Program(divided_by_ranks, "factor", "1/{W} on everything"),
     "sum for mean of gradients": Program(summed_reduction, "factor", "1/{W} on everything"),
     "mean of ranks": Program(mean_of_ranks, "direction", "A mean of means"),
-    "against gathered rows": Program(
-        against_gathered, "direction", "The loss is right and its gradient", wrappers="ddp"
-    ),
-    "against detached rows": Program(
-        against_detached, "direction", "The loss is right and its gradient", wrappers="ddp", counts=EVEN
-    ),
-    "places of equal ranks": Program(equal_places, "direction", "uneven rows", wrappers="ddp"),
-    "numbered labels": Program(numbered_labels, "direction", "Labels or places", wrappers="ddp", counts=EVEN),
-    "past the wrapper": Program(past_the_wrapper, "direction", "No wrapper has reduced", wrappers="ddp"),
-    "left in no_sync": Program(left_in_no_sync, "direction", "No wrapper has reduced", wrappers="ddp"),
+    "against gathered rows": Program(against_gathered, "direction", "The loss is right and its gradient"),
+    "against detached rows": Program(against_detached, "direction", "The loss is right and its gradient", counts=EVEN),
+    "places of equal ranks": Program(equal_places, "direction", "uneven rows"),
+    "numbered labels": Program(numbered_labels, "direction", "Labels or places", counts=EVEN),
+    "past the wrapper": Program(past_the_wrapper, "direction", "No wrapper has reduced"),
+    "left in no_sync": Program(left_in_no_sync, "direction", "No wrapper has reduced"),
     "first rank alone": Program(first_rank_alone, "direction", ""),
-    "scale outside": Program(scale_outside, "direction", "A parameter outside the model", wrappers="ddp"),
-    "means of means": Program(means_of_means, "direction", "A mean of means", True),
+    "scale outside": Program(scale_outside, "direction", "A parameter outside the model"),
+    "means of means": Program(means_of_means, "direction", "A mean of means", True, wrappers="ddp fsdp"),
     "undivided": Program(undivided, "factor", "3 times", True, EVEN),
     "divided twice": Program(divided_twice, "factor", "1/3: the loss is divided", True, EVEN),
     "AP of micro-batches": Program(ap_of_micro_batches, "direction", "A loss of own rows", True),
-    "updated in the step": Program(updated_in_the_step, "direction", "A loss of own rows", True),
+    "updated in the step": Program(updated_in_the_step, "direction", "A loss of own rows", True, wrappers="ddp fsdp"),
     "mean as a sum": Program(mean_as_sum, "direction", "A mean of means", True),
     "sum for mean": Program(sum_for_mean, "factor", "a sum over the rows"),
     "rows before a filter": Program(counted_all, "direction", "micro-batch", True),
-    "batch norm": Program(global_mean, "direction", "BatchNorm", middle=lambda: nn.BatchNorm1d(8), wrappers="ddp"),
-    "dropout": Program(global_mean, "random", "Dropout", middle=lambda: nn.Dropout(0.3), wrappers="ddp"),
+    "batch norm": Program(global_mean, "direction", "BatchNorm", middle=lambda: nn.BatchNorm1d(8)),
+    "dropout": Program(global_mean, "random", "Dropout", middle=lambda: nn.Dropout(0.3)),
     "torch's gather": Program(torch_gather, "exact", counts=EVEN),
-    "queue": Program(with_queue, "exact"),
+    "queue": Program(with_queue, "exact", wrappers="ddp fsdp"),
     "queue in attributes": Program(queue_in_attributes, "exact", counts=EVEN),
-    "learned scale": Program(learned_scale, "exact", wrappers="ddp"),
-    "window": Program(window, "exact", "", True),
-    "deferred mean": Program(deferred, "exact", "", True),
-    "pooled window": Program(pooled, "exact", "", True),
+    "learned scale": Program(learned_scale, "exact"),
+    "window": Program(window, "exact", "", True, wrappers="ddp fsdp"),
+    "deferred mean": Program(deferred, "exact", "", True, wrappers="ddp fsdp"),
+    "pooled window": Program(pooled, "exact", "", True, wrappers="ddp fsdp"),
     "scaler": Program(scaled, "exact"),
-    "global mean": Program(global_mean, "exact"),
+    "global mean": Program(global_mean, "exact", wrappers="ddp fsdp"),
     "two terms": Program(two_terms, "exact", "", True),
 }
