@@ -111,15 +111,6 @@ def test_probabilities_are_calibrated_and_keep_the_order(rows: Rows) -> None:
     assert (np.diff(probabilities[np.argsort(model.decision_function(test)), 1]) >= 0).all()
 
 
-def test_it_works_in_a_pipeline_and_in_a_search(rows: Rows) -> None:
-    features, classes = rows
-    pipeline = make_pipeline(StandardScaler(), AveragePrecisionClassifier(Cs=(1.0,), random_state=0))
-    grid = {"averageprecisionclassifier__max_iter": [0, 20]}
-    search = GridSearchCV(pipeline, grid, scoring="average_precision", cv=3)
-    search.fit(features[:3000] * 100, classes[:3000] == "yes")
-    assert search.best_params_ == {"averageprecisionclassifier__max_iter": 20}
-
-
 def test_names_of_classes_a_table_with_gaps_a_search_and_a_pickle(rows: Rows) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame(rows[0] * 100, columns=list("abcd"))
@@ -245,8 +236,7 @@ def test_recall_of_equal_scores_is_the_budget() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. positive class")
-@pytest.mark.parametrize("class_weight", ["balanced", {"no": 1, "yes": 20}])
-@pytest.mark.parametrize("pos_label", ["no", "yes"])
+@pytest.mark.parametrize(("class_weight", "pos_label"), [("balanced", "yes"), ({"no": 1, "yes": 20}, "no")])
 def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any, pos_label: str) -> None:
     features, classes = rows[0][:2000], rows[1][:2000]
     validation, weights = (rows[0][2000:5000], rows[1][2000:5000]), np.random.default_rng(0).random(2000)

@@ -249,39 +249,6 @@ def fitted(rank: int, script: str, folder: str) -> None:
         job("killed", again)
 
 
-def places(rank: int, folder: str) -> None:
-    """Train for one step in several folders, and resume with the state of the checkpoint that the Trainer takes."""
-    from transformers import Trainer
-
-    class SearchTrainer(PooledLossMixin, Trainer):  # type: ignore[misc]
-        inside = ""
-
-        def _get_output_dir(self, trial: Any) -> str:  # what the Trainer does in a hyperparameter search
-            return str(Path(self.args.output_dir) / self.inside)
-
-    def train_once(run: str, temperature: float, inside: str = "", resume: Any = None, **options: Any) -> float:
-        once = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 9}
-        arguments = make_arguments(f"{folder}/{run}", **{**once, **options})
-        loss_fn = fullrank.SmoothAPLoss(1, queue_size=8, temperature=1.0)
-        loss_fn.temperature = temperature  # that of the constructor is in no checkpoint
-        common = {"model": make_model("bert"), "args": arguments, "train_dataset": pooled_rows()[:8]}
-        trainer = SearchTrainer(pooled_loss=loss_fn, **common)
-        trainer.inside = inside
-        trainer.train(resume_from_checkpoint=resume)
-        return loss_fn.temperature
-
-    train_once("a", 0.7)
-    train_once("b", 0.2)
-    train_once("search", 0.3, "run-0")
-    dist.barrier()
-    found = sorted(str(path.parent.relative_to(folder)) for path in Path(folder).glob("**/fullrank_loss.pt"))
-    assert found == ["a/checkpoint-1", "b/checkpoint-1", "search/run-0/checkpoint-1"]
-    first, more = f"{folder}/a/checkpoint-1", {"max_steps": 2, "save_strategy": "no"}
-    # The argument of TrainingArguments is one that the Trainer does not use.
-    assert train_once("b", 0.1, resume=True, resume_from_checkpoint=first, **more) == 0.2
-    assert train_once("b", 0.1, resume=first, **more) == 0.7
-
-
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
     pytest.skip("needs the extra `integrations`", allow_module_level=True)
 if int(version("transformers").partition(".")[0]) < 5:
@@ -376,11 +343,6 @@ def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path
     for text in workers(counting_one_rank, str(tmp_path), False):
         assert "expected 2, the ranks of the process group, got 1. Under torchrun on CPUs pass" in text
     assert workers(counting_one_rank, str(tmp_path), True) == [""] * 2
-
-
-@pytest.mark.full
-def test_the_state_is_that_of_the_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
-    workers(places, str(tmp_path))
 
 
 def make_state(step: int) -> Any:

@@ -49,7 +49,7 @@ def _source(module):
     return path / "__init__.py" if module in PACKAGES else path.with_suffix(".py")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sdist_has_the_repository_and_the_wheel_the_package(tmp_path):
     """The sdist from the files that git knows or would add, and the wheel from the sdist, as a release builds them."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
@@ -287,34 +287,13 @@ COMPILE = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))"
 
 
 @pytest.mark.slow
-def test_using_the_package_does_not_import_the_compiler():
-    """A new process imports fullrank and uses it, then it compiles."""
-    parts = ["import sys, torch, fullrank"]
-    for code in ("\n".join(USE.values()), COMPILE):
-        parts += [code, "print('torch._dynamo' in sys.modules)"]
-    command = [sys.executable, "-W", "ignore", "-c", "\n".join(parts)]
+@pytest.mark.parametrize(
+    ("code", "imports"), [("\n".join(USE.values()), False), pytest.param(COMPILE, True, marks=pytest.mark.full)]
+)
+def test_using_the_package_does_not_import_the_compiler(code, imports):
+    """In a new process."""
+    program = f"import sys, torch, fullrank\n{code}\nprint('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["False", "True"]
-
-
-@pytest.mark.slow
-def test_a_function_that_is_not_compiled_runs_eagerly_in_a_compiled_one():
-    from fullrank.distributed.torch_private import not_compiled
-
-    compiling = []
-
-    @not_compiled
-    def inner(x, *, factor):
-        compiling.append(torch.compiler.is_compiling())
-        return x * factor
-
-    def outer(x):
-        return inner(x + 1, factor=3.0) - 1
-
-    compiled = torch.compile(outer, backend="eager")
-    for length in (2, 3, 2):
-        assert torch.equal(compiled(torch.ones(length)), torch.full((length,), 5.0))
-    assert compiling == [False] * 3  # eager in every call, not only while a graph is traced
-    with pytest.raises(RuntimeError):
-        torch.compile(lambda x: inner(x, factor=2.0), backend="eager", fullgraph=True)(torch.ones(2))
+    assert done.stdout.split()[-1] == str(imports)

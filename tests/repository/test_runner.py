@@ -1,11 +1,9 @@
-"""The runner of the tests, tests/run.py, and the hooks of tests/conftest.py."""
+"""The runner of the tests, tests/run.py: what fails and what hangs is said, and nothing is left running."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,15 +13,7 @@ from typing import Any
 
 import pytest
 import run
-import torch
 from workers import RemoteError, WorkerPool
-
-# By its path: in a process with other folders the name is that of another file.
-SPEC = importlib.util.spec_from_file_location("conftest_of_all", Path(run.__file__).with_name("conftest.py"))
-assert SPEC is not None
-assert SPEC.loader is not None
-conftest = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(conftest)
 
 PASSES = "def test():\n    pass\n"
 FAILS = "def test_a():\n    assert False\n"
@@ -133,12 +123,6 @@ def test_after_an_interrupt_the_output_is_shown_and_the_folder_removed(
     assert not is_running(int((tmp_path / "pid").read_text("ascii")))
 
 
-def test_errors_are_one_count() -> None:
-    for kind in ("error", "errors"):
-        counts = run.counts_of(f"==== 3 passed, 2 {kind}, 1 warning in 0.10s ====")
-        assert counts == {"passed": 3, "errors": 2, "warnings": 1}
-
-
 def dies(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,82 +133,3 @@ def dies(rank: int) -> None:
 def test_a_worker_that_is_killed_is_named() -> None:
     with pytest.raises(RemoteError, match="rank 0: no answer\nrank 1: killed by SIGKILL"):
         WorkerPool(2)(dies)
-
-
-def test_lanes_cover_each_capability_and_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A processor without AVX-512 leaves its lane out; a drawn order is that of the seed that is given."""
-    runs = []
-
-    def record(command: list[str], env: dict[str, str]) -> Any:
-        runs.append((command[2:], env.get("ATEN_CPU_CAPABILITY"), env.get("FULLRANK_TEST_THREADS")))
-        return SimpleNamespace(returncode=int("--cold" in command))
-
-    monkeypatch.setattr(subprocess, "run", record)
-    monkeypatch.setenv("SEED", "7")
-    for name in ("ATEN_CPU_CAPABILITY", "FULLRANK_TEST_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert run.main(["--lanes", "-x"]) == 1
-    assert runs == [
-        (["--quick", "-x"], "default", "1"),
-        (["--quick", "-x"], "avx2", "2"),
-        (["--quick", "--cold", "-x"], None, None),
-        (["--quick", "--shuffle", "7", "-x"], None, None),
-    ]
-    printed = capsys.readouterr().out
-    assert "lane AVX512: left out, this processor has AVX2\n" in printed
-    assert "--shuffle 7\n" in printed
-    assert printed.endswith("failed: new workers for each test\n")
-
-
-def test_cold_ends_the_workers_of_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-    monkeypatch.setattr(conftest, "close_pools", lambda: closed.append(1))
-    for is_cold in (False, True):
-        item: Any = SimpleNamespace(config=SimpleNamespace(getoption={"cold": is_cold}.get))
-        conftest.pytest_runtest_teardown(item)
-    assert closed == [1]
-
-
-class Item:
-    """What the hook needs of a collected test."""
-
-    def __init__(self, file: str, size: int, *marks: str, own: bool = True) -> None:
-        self.path, self.name = Path(file), f"{file}[{size}-{marks}]"
-        self.callspec = SimpleNamespace(params={"pool": size})
-        self.marks = [getattr(pytest.mark, mark).mark for mark in marks]
-        self.own_markers = self.marks if own else []
-
-    def iter_markers(self, name: str) -> list[pytest.Mark]:
-        return [mark for mark in self.marks if mark.name == name]
-
-    def add_marker(self, name: str) -> None:
-        self.marks.append(getattr(pytest.mark, name).mark)
-
-
-def collected(seed: int | None) -> list[tuple[str, list[str]]]:
-    items: Any = [
-        Item("a", 2),
-        Item("a", 3, "full", "full"),  # left out for two reasons
-        Item("a", 3, "full"),
-        Item("a", 3, "full"),
-        Item("b", 3),  # already there
-        Item("b", 3, "full"),
-        Item("c", 3, "full", own=False),  # a mark of the whole file
-        *(Item("d", size) for size in range(4, 20)),
-    ]
-    config: Any = SimpleNamespace(getoption={"shuffle": seed}.get)
-    conftest.pytest_collection_modifyitems(config, items)
-    return [(item.name, [mark.name for mark in item.marks]) for item in items]
-
-
-def test_one_case_of_three_processes_of_each_file_is_not_full_but_slow() -> None:
-    marks = [marks for _, marks in collected(None)[:7]]
-    assert marks == [[], ["full", "full"], ["slow"], ["full"], [], ["full"], ["full"]]
-
-
-def test_a_seed_draws_one_order() -> None:
-    assert collected(1) == collected(1) != collected(None)
-    assert sorted(collected(1)) == sorted(collected(None))
