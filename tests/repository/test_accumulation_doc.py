@@ -266,7 +266,7 @@ RECIPES: dict[str, tuple[int, Callable[..., Runs], tuple[Any, ...]]] = {
     "loss parallel": (4, loss_parallel, (*blocks("Loss parallel"),)),
     **{f"context, {name}": (4, context, (CONTEXT, name)) for name in ("all", "none", "ring_only", "ulysses_only")},
     "pipeline": (4, pipeline, (*blocks("Pipeline schedules"),)),
-    **{f"validation, {size}": (size, validation, (*blocks("Validation"),)) for size in (2, 3)},
+    "validation": (3, validation, (*blocks("Validation"),)),
     "pooled": (2, pooled, (*blocks("Pooled losses"),)),
 }
 
