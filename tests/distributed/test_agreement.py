@@ -36,6 +36,8 @@ NAMED: dict[str, Any] = {
 } | {"warm_up": in_warm_up}
 
 
+HEADS = ["first head", "second head"]
+
 CHECKPOINTED: dict[str, Any] = {
     "smooth_ap": lambda x, y: fullrank.SmoothAPLoss(num_classes=1, queue_size=8, temperature=0.5)(x, y),
     "sharded": lambda x, y: ShardedLoss(fullrank.SmoothAPLoss(temperature=0.5))(x, y),
@@ -131,7 +133,12 @@ def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [("smooth_ap", [None, None]), *((kind, ["first head", "second head"]) for kind in NAMED)]
+    ("kind", "names"),
+    [
+        ("smooth_ap", [None, None]),
+        ("smooth_ap", HEADS),
+        *(pytest.param(kind, HEADS, marks=pytest.mark.slow) for kind in NAMED if kind != "smooth_ap"),
+    ],
 )
 @on_ranks()
 def test_named_losses_in_another_order_raise(rank: int, kind: str, names: list[str | None]) -> None:

@@ -223,7 +223,11 @@ def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [*VERBS, *LEARNED, *slowly(name for name, form in FORMS.items() if form.loss.module and form.is_first)]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (*VERBS, "smooth_ap", "info_nce learned") else pytest.mark.slow)
+        for name in (*VERBS, *LEARNED, *(name for name, form in FORMS.items() if form.loss.module and form.is_first))
+    ],
 )
 @on_ranks(4)
 def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:

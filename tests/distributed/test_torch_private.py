@@ -37,6 +37,8 @@ from fullrank.accumulation.torch_private import tensors_with_graph
 from fullrank.distributed.gather import _KEEP_ROWS
 from fullrank.distributed.torch_private import collectives_by_group, watch_collectives
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 Table = dict[str, tuple[str, Callable[[], Any]]]  # names that are used together, what for, and a check on two ranks
 
@@ -651,7 +653,7 @@ GROUPS_AND_METRICS: Table = {
 USES = TENSORS | MODULES | WRAPPERS | GROUPS_AND_METRICS
 
 
-@pytest.mark.parametrize("use", [pytest.param(use, marks=pytest.mark.slow) if "dynamo" in use else use for use in USES])
+@pytest.mark.parametrize("use", USES)
 @on_ranks(2)
 def test_torch_has_it_still(rank: int, use: str) -> None:
     purpose, works = USES[use]

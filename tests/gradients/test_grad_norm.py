@@ -264,6 +264,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: s
     assert compared > 0 or name == "pp_empty_stage"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "rule"),
     [

@@ -68,6 +68,7 @@ def test_scikit_learn_accepts_it() -> None:
     check_estimator(model, on_skip=None, expected_failed_checks=failing, on_fail="raise")
 
 
+@pytest.mark.slow
 def test_average_precision_rises_above_that_of_the_regression(rows: Rows) -> None:
     features, classes = rows
     model = AveragePrecisionClassifier(random_state=0).fit(features[:3000], classes[:3000])
@@ -89,6 +90,7 @@ def test_it_optimises_with_the_slope_of_its_objective(rows: Rows, monkeypatch: p
     AveragePrecisionClassifier(Cs=(1e-3,), random_state=0).fit(rows[0][:500], rows[1][:500])
 
 
+@pytest.mark.slow
 def test_sparse_rows_give_the_same_model(rows: Rows) -> None:
     features, classes = rows
     kept = np.where(np.abs(features) > 1, features, 0)[:2000]
@@ -111,6 +113,7 @@ def test_probabilities_are_calibrated_and_keep_the_order(rows: Rows) -> None:
     assert (np.diff(probabilities[np.argsort(model.decision_function(test)), 1]) >= 0).all()
 
 
+@pytest.mark.slow
 def test_names_of_classes_a_table_with_gaps_a_search_and_a_pickle(rows: Rows) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame(rows[0] * 100, columns=list("abcd"))
@@ -167,6 +170,7 @@ def test_equal_classes_have_the_second_as_positive(rows: Rows) -> None:
     assert AveragePrecisionClassifier(Cs=(1.0,), max_iter=0).fit(rows[0][:500], y).pos_label_ == "b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1])
 def test_weights_are_rows_written_out(rows: Rows, kept: int) -> None:
     features, classes = rows[0][:600], rows[1][:600]
@@ -208,6 +212,7 @@ def test_rows_of_a_group_are_held_out_together(rows: Rows, monkeypatch: pytest.M
     assert len(training.targets) + len(held_out.targets) == weights.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["recall", "partial_auc"])
 def test_the_objective_chooses(rows: Rows, objective: str) -> None:
     features, classes = rows
@@ -235,6 +240,7 @@ def test_recall_of_equal_scores_is_the_budget() -> None:
     assert sklearn.OBJECTIVES["recall"](targets, np.arange(4.0), weights, 0.4) == pytest.approx(4 / 6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:AveragePrecisionClassifier. positive class")
 @pytest.mark.parametrize(("class_weight", "pos_label"), [("balanced", "yes"), ({"no": 1, "yes": 20}, "no")])
 def test_class_weights_multiply_those_of_rows(rows: Rows, class_weight: Any, pos_label: str) -> None:

@@ -390,16 +390,6 @@ def loads_wrapped(rank: int, name: str, wrapper: str, tmp_path: Path) -> None:
         assert loaded[0] != fresh
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_no_row_of_a_queue(dtype: torch.dtype) -> None:
-    model, halved = trained("smooth_ap"), trained("smooth_ap").to(dtype)
-    assert torch.equal(halved.loss_fn.queue.rows().logits, model.loss_fn.queue.rows().logits)
-    assert halved.net.weight.dtype == dtype  # control
-    state, new = halved.state_dict(), make_model("smooth_ap")
-    new.load_state_dict(state)
-    assert torch.equal(new.loss_fn.queue.rows().logits, model.loss_fn.queue.rows().logits)
-
-
 STATELESS: dict[str, Make] = {
     **{name: form.make for name, form in FORMS.items() if form.is_first and form.loss.module and name != "warm_up"},
     "sharded": lambda: fullrank.large.ShardedLoss(losses.SmoothAPLoss(1)),

@@ -115,6 +115,7 @@ def test_a_misspelt_name_suggests_the_public_one(name, public):
         fullrank.ShardedLoss  # noqa: B018
 
 
+@pytest.mark.slow
 def test_dir_shows_public_names_alone():
     """Those of ``__all__``, the subpackages with further public names, and what the package says about itself."""
     names = set(dir(fullrank))
@@ -152,6 +153,7 @@ def _docstrings_with_examples(source):
 
 
 # `__main__` is a program: importing it is no use of it.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith(".__main__")])
 def test_doctests(name):
     try:
