@@ -52,6 +52,7 @@ def module(name: str) -> Any:
 # The demo
 
 
+@pytest.mark.full
 def test_the_demo_proves_its_gradients_and_compares_its_losses(tmp_path: Path) -> None:
     output = tmp_path / "figures" / "demo.png"
     done = _run("train_ddp", "--seeds", 2, "--steps", 4, "--output", output, cwd=tmp_path, processes=2)
@@ -101,22 +102,23 @@ def test_the_verdict_follows_the_figures(tmp_path: Path) -> None:
 # Programs to start from
 
 
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["pairs", "rare", "tokens", "moving"])
-def test_a_program_to_start_from(name: str, tmp_path: Path) -> None:
-    """The page has the file, which prints on two processes what the page says, and on one process the same."""
+def test_a_program_to_start_from(name: str, alone: bool, tmp_path: Path) -> None:
+    """The page has the file, which prints on two processes what the page says, and alone the same."""
     ((code, expected),) = pages.printing_blocks(f"start/{name}.md")
     assert code == (EXAMPLES / f"start_{name}.py").read_text("utf-8")
     assert f"docs/start/{name}.md" in pages.PAGES["README.md"]
     outputs = []
-    for processes in (2, 1):
+    for processes in (2, 1) if alone else (2,):
         folder = tmp_path / str(processes)
         folder.mkdir()
         done = run_script(EXAMPLES / f"start_{name}.py", cwd=folder, processes=processes)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     pages.assert_printed(outputs[0].rstrip(), expected.rstrip())
-    assert outputs[0].count("verify_step: exact") == (name != "rare") <= outputs[1].count("verify_step: exact")
-    assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]  # of the training: loss and metric, all digits
+    assert outputs[0].count("verify_step: exact") == (name != "rare") <= outputs[-1].count("verify_step: exact")
+    assert outputs[0].splitlines()[-1] == outputs[-1].splitlines()[-1]  # of the training: loss and metric, all digits
 
 
 @pytest.mark.full
