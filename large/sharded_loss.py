@@ -212,7 +212,7 @@ class ShardedLoss(nn.Module):
         if loss.training and loss.pool_counts is not None:
             loss.pool_counts.add(sum(shard.positives) / loss.num_classes, per_class)
         value = reduce_values(per_class, loss.reduction, pool.scores.dtype, over_ranks=True)
-        if loss._hints.should_observe(loss):
+        if loss._hints.should_observe(loss, value):
             # Without this rank's rows. A hint about them would be given on some ranks only, and where warnings are
             # errors it would stop only these ranks.
             rows = rows.take(rows.targets.new_zeros(0).long())

@@ -251,7 +251,12 @@ class HoldsQueue(CurrentTemperature):
         self.queue_size = queue_size
         if num_features is not None:
             check_count("num_features", num_features, 1)
-        self.queue = MemoryQueue(queue_size, num_features, ignore_index)
+        self._set_queue(MemoryQueue(queue_size, num_features, ignore_index))
+
+    def _set_queue(self, queue: MemoryQueue) -> None:
+        self.queue = queue
+        if queue.capacity:
+            self._hints.count_queue()
 
     def _queued_rows(self) -> QueueRows | None:
         """Return the queued rows that this call uses, None if it uses none."""

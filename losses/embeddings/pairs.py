@@ -271,6 +271,13 @@ class PairLoss(ContrastiveLoss):
                 labels = columns["rows"].new_full((len(columns["rows"]),), _ALONE, dtype=torch.int64)
             weights = None if offsets is None else offsets.double().exp()  # float64, so that few underflow
             self.queue.enqueue(columns["rows"], labels, sample_weight=weights)
+        if has_values(loss) and self._hints.should_observe(self, loss) and group is not None:
+            self._hints.observe_ranks(agreed.rows, [of_keys.live["rows"], of_queries.live.get("rows")])
+            self._hints.observe_labels(agreed.rows, of_keys.live.get("labels"))
+            if given.mask is not None:
+                self._hints.observe_ranks(agreed.rows, [of_keys.live["guide"]], "mask")
+            for side in further:
+                self._hints.observe_ranks(side.counts, [side.live["rows"]], "negatives")
         return loss
 
     def _checked_sides(self, given: Given, group: ProcessGroup | None) -> list[Side]:

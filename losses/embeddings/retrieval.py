@@ -202,8 +202,12 @@ class RetrievalSmoothAPLoss(HoldsQueue):
             vars(self)["_last_temperature"] = temperature
             if self._enqueues:
                 self.queue.enqueue(live, live_labels)
-            if self._hints.should_observe(self):
+            if self._hints.should_observe(self, loss):
                 self._hints.observe_valid(valid, NO_RANKING)
+                if group is not None:
+                    what, more = ("rows", [weight]) if reference is None else ("reference", [])
+                    self._hints.observe_ranks(counts[-1], [*sets[-1], *more], what)
+                    self._hints.observe_labels(agreed.rows, sets[0][1])
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -158,8 +158,15 @@ class SupConLoss(ContrastiveLoss):
         loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
         if self._enqueues:
             self.queue.enqueue(sides[-1].candidates["rows"], sides[-1].candidates["labels"])
-        if self._hints.should_observe(self):
+        if self._hints.should_observe(self, loss):
             self._hints.observe_valid(has_pair, NO_PAIR)
+            if group is not None:
+                self._hints.observe_ranks(
+                    sides[-1].counts, [*sides[-1].live.values()], "reference" if others else "rows"
+                )
+                views = embeddings.shape[1] if embeddings.ndim == 3 else 1
+                counts, numbers = [count // views for count in agreed.rows], anchors.live["labels"][::views]
+                self._hints.observe_labels(counts, None if numbers.ndim == 2 else numbers)
         return loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -10,7 +10,7 @@ All of them make the same step, ``RankingLoss._step``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -132,7 +132,7 @@ class RankingLoss(HoldsQueue):
         self.reduction, self.queue_keep = reduction, queue_keep
         self.update_queue_in_eval, self.queue_in_eval = update_queue_in_eval, queue_in_eval
         self.multi_hot, self.weighting = multi_hot, weighting
-        self.queue = MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot)
+        self._set_queue(MemoryQueue(queue_size, num_classes, ignore_index, keep=queue_keep, multi_hot=multi_hot))
         self._num_draws = 0
         self.pool_counts: PoolCounts | None = None  # of the training calls since a logger has set it
 
@@ -209,11 +209,13 @@ class RankingLoss(HoldsQueue):
 
     def _step(self, given: Batch, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
-        live = self._check_and_gather(given)
+        live, counts = self._check_and_gather(given)
         pool, has_queries = self._make_pool(live), live.indexes is not None
         per_class = formula(pool)
         loss = self._reduce_and_enqueue(live, pool, per_class)
-        if has_values(live.logits) and self._hints.should_observe(self):
+        if has_values(live.logits) and self._hints.should_observe(self, loss):
+            if counts is not None:
+                self._hints.observe_ranks(counts, live.tensors)
             if has_queries:
                 self._hints.observe_valid(per_class.valid, NO_QUERY)
             else:
@@ -222,18 +224,21 @@ class RankingLoss(HoldsQueue):
 
     # The steps of a call, in the order in which they run.
 
-    def _check_and_gather(self, given: Batch) -> Batch:
-        """Return the checked rows of all ranks. If the checks fail on one rank, every rank raises."""
+    def _check_and_gather(self, given: Batch) -> tuple[Batch, Sequence[int] | None]:
+        """Return the checked rows of all ranks and how many each brought, None without a group.
+
+        If the checks fail on one rank, every rank raises.
+        """
         call, group = type(self).__name__, self._resolve_group()
         if group is None:
-            return self._check(given, None)
+            return self._check(given, None), None
 
         def bring() -> Offer[TargetRule]:
             live = self._check(given, group)
             return Offer(live.rule, self._facts(), 0, live.counts, self._checksum, live.check, live.tensors, TENSORS)
 
         agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
-        return Batch.of_all(agreed.tensors, agreed.totals, agreed.value)
+        return Batch.of_all(agreed.tensors, agreed.totals, agreed.value), agreed.rows
 
     def _check(self, given: Batch, group: ProcessGroup | None) -> Batch:
         """Return the rows of this rank, checked."""

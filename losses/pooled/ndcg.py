@@ -156,8 +156,10 @@ class NDCGLoss(CurrentTemperature):
             agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = agreed.tensors
         loss = self._loss(*rows)
-        if has_values(loss) and self._hints.should_observe(self):
+        if has_values(loss) and self._hints.should_observe(self, loss):
             self._hints.observe_valid(self._differ(*rows[1:3]), NO_GRADES)
+            if group is not None:
+                self._hints.observe_ranks(agreed.rows, rows)
         return loss if group is None else note_kind(loss, over_ranks=True)
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor
 from workers import forget_hints
@@ -85,6 +86,68 @@ def test_a_loss_that_is_made_in_every_step_warns_once(make, steps, fix):
         assert [fix in text for text in texts] == [True] * number
 
 
+QUEUES = {
+    "AP": (partial(AP, queue_size=ROWS), (every(5),)),
+    "SupCon": (partial(SupConLoss, queue_size=ROWS), (torch.arange(ROWS) // 2,)),
+    "InfoNCE": (partial(InfoNCELoss, queue_size=ROWS), (torch.randn(ROWS, 3),)),
+    "Retrieval": (partial(RetrievalSmoothAPLoss, queue_size=ROWS), (torch.arange(ROWS) // 2,)),
+}
+
+
+def test_keys_that_are_the_queries_warn_once():
+    """The control: equal keys, which may be another view without dropout."""
+    (text,) = texts_of(lambda rows, _: InfoNCELoss()(rows, rows), 3, lambda step: draw(step, 3))
+    assert text.startswith("InfoNCELoss: the queries are the keys: ")
+    forget_hints()
+    assert texts_of(lambda rows, _: InfoNCELoss()(rows, rows.clone()), 3, lambda step: draw(step, 3)) == []
+
+
+@pytest.mark.parametrize(("make", "of_row"), QUEUES.values(), ids=QUEUES)
+@pytest.mark.parametrize("calls", [1, 8])
+def test_a_queue_that_is_made_in_every_step_warns_once(make, of_row, calls):
+    """The control: one queue, no queue, and a queue for more calls than those of a step."""
+
+    def texts(make, calls):
+        forget_hints()
+        made = []
+
+        def call(scores, _):
+            if len(made) % calls == 0:
+                loss.append(make())
+            made.append(0)
+            return call_of(loss[-1], of_row)(scores, None)
+
+        loss = []
+        return texts_of(call, 22 * calls, lambda step: draw(step, 3))
+
+    (text,) = texts(make, calls)
+    assert "a loss with a queue was constructed 20 times in a row" in text
+    assert texts(partial(make, queue_size=0), calls) == texts(make, calls=9) == []
+    loss = make()
+    assert texts(lambda: loss, calls) == []
+
+
+@pytest.mark.parametrize(("make", "of_row"), QUEUES.values(), ids=QUEUES)
+def test_training_in_eval_mode_with_a_queue_warns_once(make, of_row):
+    """The control: no backward, 19 steps, an empty queue, no queue, a queue that eval mode uses, or train mode."""
+
+    def texts(steps=30, *, trained=True, use=lambda value: value, mode=torch.enable_grad, **options):
+        forget_hints()
+        queue_in_eval = options.pop("queue_in_eval", False)
+        loss = make(**options)
+        loss.queue_in_eval = queue_in_eval
+        calls = [loss.train, lambda: call_of(loss, of_row)(draw(9, 3), None)][: 2 * trained]
+        for call in calls:
+            call()
+        loss.eval()
+        return texts_of(mode()(lambda *rows: use(call_of(loss, of_row)(*rows))), steps, lambda step: draw(step, 3))
+
+    (text,) = texts()
+    assert "20 steps in a row were trained in eval mode" in text
+    assert texts(20) == texts(use=torch.detach) == texts(trained=False) == texts(queue_in_eval=True) == []
+    assert texts(queue_size=0) == texts(validate_args=False) == texts(mode=torch.no_grad) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
 def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
@@ -128,7 +191,7 @@ PAIRLESS = {
 
 def call_of(loss, of_row):
     """Return a function that calls the loss on scores or embeddings."""
-    is_of_embeddings = isinstance(loss, SupConLoss | RetrievalSmoothAPLoss)
+    is_of_embeddings = isinstance(loss, InfoNCELoss | SupConLoss | RetrievalSmoothAPLoss)
     if isinstance(loss, SmoothAPLoss):
         queries = {"indexes": of_row[1]} if len(of_row) > 1 else {}
         return lambda scores, _: loss(scores[:, 0], of_row[0], **queries)
@@ -162,8 +225,133 @@ def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
         differing = [(column + rank) % 2 for column in alone[:-1]]  # targets or relevances
         of_row = [*differing, alone[-1] + shift]
         texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(100 * step + rank, 3))
+        texts = [text for text in texts if "the labels on every rank" not in text]
         assert len(texts) == number
         assert all(fix in text for text in texts)
+
+
+# Loss, and what it is called with.
+POOLED = {
+    "AP": (AP, (every(5),)),
+    "AP per query": (SmoothAPLoss, (EACH % 2, PAIRS)),
+    "NDCG": (NDCGLoss, (EACH,)),
+    "NDCG per query": (NDCGLoss, (EACH, PAIRS)),
+    "SupCon": (SupConLoss, (PAIRS,)),
+    "Retrieval": (RetrievalSmoothAPLoss, (PAIRS,)),
+    "InfoNCE": (InfoNCELoss, (draw(1, 3).detach(),)),
+}
+
+
+@pytest.mark.parametrize("kind", POOLED)
+@on_ranks()
+def test_rows_that_all_ranks_share_warn_once(rank, kind):
+    """Also rows that torch has gathered; not rows of the ranks' own, equal rows, or with other targets.
+
+    Not where they are the same in one call alone, and not where one rank has the same rows twice and the others none.
+    """
+    make, of_row = POOLED[kind]
+    world_size = dist.get_world_size()
+
+    def gathered(step):
+        own = draw(100 * step + rank, 3).detach()
+        parts = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(parts, own)
+        parts[rank] = own
+        return torch.cat(parts).requires_grad_()
+
+    gathered_columns = [column.repeat(world_size, *[1] * (column.ndim - 1)) for column in of_row]
+    repeats = world_size if rank == 0 else 0
+    blocks = [column.repeat(repeats, *[1] * (column.ndim - 1)) for column in of_row]
+    other = [column.roll(rank, 0) for column in of_row]
+    own = other if kind == "InfoNCE" else of_row  # keys are rows too
+    cases = [
+        (1, of_row, lambda step: draw(step, 3)),
+        (1, gathered_columns, gathered),
+        (0, own, lambda step: draw(100 * step + rank, 3)),
+        (0, own, lambda step: (draw(step, 3) * 0 + 0.1).detach().requires_grad_()),
+        (0, other, lambda step: draw(step, 3)),
+        (0, own, lambda step: draw(step if step % 4 == 0 else 100 * step + rank, 3)),  # step 1 is looked at too
+        (0, blocks, lambda step: draw(step, 3).detach().repeat(repeats, 1).requires_grad_()),
+    ]
+    for number, columns, make_scores in cases:
+        forget_hints()
+        # A score that is 0 everywhere is a hint of its own, and so is a pool without a positive.
+        texts = [text for text in texts_of(call_of(make(), columns), 9, make_scores) if "the same rows" in text]
+        assert len(texts) == number, (number, texts)
+        assert all(f"every row is counted {world_size} times" in text for text in texts)
+    assert texts_of(call_of(make(validate_args=False), of_row), 3, lambda step: draw(step, 3)) == []
+    lone = make(group=dist.new_group([rank], use_local_synchronization=True), gradient_reduction=world_size)
+    forget_hints()
+    texts = texts_of(call_of(lone, own), 9, lambda step: draw(step, 3))
+    assert not any("the same rows" in text for text in texts)
+
+
+def calls_with_candidates(rank, seed, count):
+    """Return the calls of embeddings (N, D) with more candidates, of ``count`` rows of this rank, by argument."""
+    rows = draw(seed, 3, count).detach()
+    others = draw(100 + seed + rank, 3, len(PAIRS[rank:])).detach()  # keys and guides of the ranks' own, uneven
+    labels = torch.arange(count)
+    among = {"reference": rows, "reference_labels": labels}
+    return {
+        "negatives": (InfoNCELoss, lambda loss, x: loss(x[rank:], others, rows)),
+        "reference": (SupConLoss, lambda loss, x: loss(x[rank:], PAIRS[rank:], **among)),
+        "reference of queries": (RetrievalSmoothAPLoss, lambda loss, x: loss(x[rank:], PAIRS[rank:], **among)),
+        "mask": (InfoNCELoss, lambda loss, x: loss(x[:count], draw(9 + rank, 3, count).detach(), mask=(rows, rows))),
+    }
+
+
+@pytest.mark.parametrize("what", ["negatives", "reference", "reference of queries", "mask"])
+@on_ranks()
+def test_candidates_that_all_ranks_share_warn_once(rank, what):
+    """The control: other ones on each rank, in another call, or another number of them."""
+
+    def texts(seed, count=ROWS):
+        forget_hints()
+        loss, step = calls_with_candidates(rank, 0, 2)[what][0](), iter(range(100))
+        call = lambda x, _: calls_with_candidates(rank, seed(next(step)), count)[what][1](loss, x)  # noqa: E731
+        return texts_of(call, 9, lambda step: draw(100 * step + rank, 3))
+
+    (text,) = texts(lambda step: 0)
+    assert f"ranks passed the same {what.split()[0]}, so" in text
+    assert texts(lambda step: 1000 + step + 50 * rank) == texts(lambda step: 0, ROWS - rank) == []
+    assert texts(lambda step: 0 if step % 4 == 0 else 1000 + step + 50 * rank) == []
+
+
+# Loss, and how it is called with labels (N,) of the embeddings (N, D).
+LABELLED = {
+    "SupCon": (SupConLoss, lambda loss, x, labels: loss(torch.stack([x, x.roll(1, 1)], 1), labels)),
+    "SupCon, one view": (SupConLoss, lambda loss, x, labels: loss(x, labels)),
+    "InfoNCE": (InfoNCELoss, lambda loss, x, labels: loss(x, x.roll(1, 1), labels=labels)),
+    "Retrieval": (RetrievalSmoothAPLoss, lambda loss, x, labels: loss(x, labels)),
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+@on_ranks()
+def test_labels_that_number_the_rows_of_each_rank_warn_once(rank, kind):
+    """On uneven ranks. The control: the numbers of a data set, classes, in another call, and one rank alone."""
+    make, call = LABELLED[kind]
+    count = 24 - 5 * rank
+    own = torch.arange(count)
+    lone = partial(make, group=dist.new_group([rank], use_local_synchronization=True), gradient_reduction=3)
+    cases = [
+        (1, make, lambda step: own),
+        (0, make, lambda step: own + 24 * rank),
+        (0, make, lambda step: own if rank else own // 2),
+        (0, make, lambda step: own if step % 4 == 0 else own + 24 * rank),
+        (0, partial(make, validate_args=False), lambda step: own),
+        (0, lone, lambda step: own),
+    ]
+    for number, make_loss, labels in cases:
+        forget_hints()
+        loss, step = make_loss(), iter(range(100))
+        texts = texts_of(
+            lambda x, _, loss=loss, step=step, labels=labels: call(loss, x, labels(next(step))),
+            9,
+            lambda step: draw(100 * step + rank, 3, count),
+        )
+        texts = [text for text in texts if "the labels on every rank are 0, 1, 2, ..." in text]
+        assert len(texts) == number
 
 
 def test_a_network_before_its_training_may_score_between_0_and_1():
@@ -244,11 +432,3 @@ def test_a_device_without_events_gives_no_hint_that_would_wait(monkeypatch, make
     monkeypatch.setattr(hints, "start_copy", lambda values: None)
     texts = texts_of(make(), 40, **steps)
     assert len(texts) == (fix == "num_classes=1")  # it reads no value
-
-
-def test_keys_that_are_the_queries_warn_once():
-    """The control: equal keys, which may be another view without dropout."""
-    (text,) = texts_of(lambda rows, _: InfoNCELoss()(rows, rows), 3, lambda step: draw(step, 3))
-    assert text.startswith("InfoNCELoss: the queries are the keys: ")
-    forget_hints()
-    assert texts_of(lambda rows, _: InfoNCELoss()(rows, rows.clone()), 3, lambda step: draw(step, 3)) == []
