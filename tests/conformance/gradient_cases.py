@@ -189,12 +189,17 @@ _of_one_process: dict[str, Trace] = {}
 
 
 def train_alone(case: Case) -> Trace:
-    """Train in one process, once for all cases that only spread the rows or the computation in another way."""
+    """Train in one process, once for all cases that only spread the rows or the computation in another way.
+
+    Rank 0 does so for all: half of the time of these tests would go into the same training on every rank.
+    """
     queue_size = 0 if case.sharded else case.queue_size
     spread = ("wrapper", "gradient_reduction", "by_bins", "sharded", "form", "layout", "is_split", "sync")
     usual = case._replace(queue_size=queue_size, **{name: Case._field_defaults[name] for name in spread})
     if str(usual) not in _of_one_process:
-        _of_one_process[str(usual)] = train(usual, 0, 1)
+        found = [train(usual, 0, 1) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        _of_one_process[str(usual)] = found[0]
     return _of_one_process[str(usual)]
 
 

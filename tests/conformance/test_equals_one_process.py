@@ -42,25 +42,29 @@ MOST_USED = ("accumulate", "DeferredMean", "pooled_backward")
 
 
 def cases() -> list[Any]:
-    """Return world size, verb, wrapper and dtype; the fast tests have the wrappers that most people use."""
+    """Return world size, verb, wrapper and dtype; the fast tests have the wrappers that most people use.
+
+    `make test` has the verbs that are most used under every wrapper, and the others under DDP and FSDP2.
+    """
+    slow, full = pytest.mark.slow, pytest.mark.full
     found = []
     for verb, kinds in WRAPPERS_OF.items():
         for kind in kinds:
             is_common = kind == "ddp" or (kind in ("plain", "fsdp2") and verb in MOST_USED)
             is_common = is_common and not verb.endswith(("scale", "factors", "some"))
-            found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [pytest.mark.slow]))
-            found.append(pytest.param(3, verb, kind, "float64", marks=pytest.mark.full))
-            marks = [pytest.mark.slow] if kind in ("ddp", "fsdp2") and verb in MOST_USED else [pytest.mark.full]
-            found.append(pytest.param(2, verb, kind, "float32", marks=marks))
-    shapes = [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]
-    for number, verb in enumerate(UNDER_HSDP):
-        is_common = verb in (*MOST_USED, "accumulate shard", "terms factors", "terms means")
-        mark = pytest.mark.slow if is_common else pytest.mark.full
+            mark = slow if verb in MOST_USED or kind in ("ddp", "fsdp2") else full
+            found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [mark]))
+            found.append(pytest.param(3, verb, kind, "float64", marks=full))
+            mark = slow if kind == "ddp" and verb in MOST_USED else full
+            found.append(pytest.param(2, verb, kind, "float32", marks=mark))
+    shapes = [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]  # dimensions of one rank, of which the verbs take turns
+    for number, verb in enumerate(sorted(UNDER_HSDP, key=lambda verb: verb not in MOST_USED)):
+        mark = slow if verb in (*MOST_USED, "accumulate shard") else full
         found.append(pytest.param(4, verb, "hsdp", "float64", marks=mark))
-        found.append(pytest.param(4, verb, "hsdp", "float32", marks=pytest.mark.full))
-        # Dimensions of one rank: the others take turns.
-        for world_size, shape in shapes if verb in MOST_USED else [shapes[number % 3]]:
-            found.append(pytest.param(world_size, verb, f"hsdp {shape}", "float64", marks=pytest.mark.slow))
+        found.append(pytest.param(4, verb, "hsdp", "float32", marks=full))
+        for turn, (world_size, shape) in enumerate(shapes):
+            mark = slow if verb in MOST_USED and turn == number % 3 else full
+            found.append(pytest.param(world_size, verb, f"hsdp {shape}", "float64", marks=mark))
     return found
 
 
