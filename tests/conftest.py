@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # The parameters that say on how many processes a case runs.
-SIZES = ("pool", "world_size", "processes")
+SIZES = ("pool", "world_size")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

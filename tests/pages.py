@@ -1,7 +1,4 @@
-"""The pages of docs/ and README.md: their Python blocks, what the page says they print, and a way to run them.
-
-``python tests/pages.py`` prints the words of each page, without its code, and of each part of the site.
-"""
+"""The pages of docs/ and README.md: their Python blocks, what the page says they print, and a way to run them."""
 
 from __future__ import annotations
 
@@ -59,27 +56,3 @@ def assert_printed(found: str, expected: str) -> None:
     assert NUMBER.sub("#", found).split() == NUMBER.sub("#", expected).split()
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (found, expected)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=0.04)
-
-
-def words(page: str) -> int:
-    """Return the number of words of a page outside of its fences; a word has a letter or a digit."""
-    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
-    return sum(bool(re.search(r"\w", word)) for word in prose.split())
-
-
-def parts() -> dict[str, list[str]]:
-    """Return the pages by the entry of the navigation that they stand under."""
-    found: dict[str, list[str]] = {"README.md": ["README.md"]}
-    for line in (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].splitlines():
-        if line.startswith("  - "):
-            found[line[4:].partition(":")[0]] = part = []
-        part += [page for page in re.findall(r"\S+\.md", line) if page in PAGES]
-    return found
-
-
-if __name__ == "__main__":
-    for name, pages in parts().items():
-        print(f"{sum(map(words, pages)):6,}  {name}")
-        for page in pages:
-            print(f"          {words(page):6,}  {page}")
-    print(f"{sum(map(words, PAGES)):6,}  all")

@@ -1,7 +1,7 @@
 """A ratchet: how often each step waits for an accelerator, and how many kernels it launches.
 
 The table of docs/accelerators.md holds the numbers. A change that makes a step cheaper lowers them there, so that the
-next one cannot lose what it has won. A step that needs more has to say why, and stays within its limit.
+next one cannot lose what it has won. The commit of a step that needs more says why.
 """
 
 from __future__ import annotations
@@ -26,41 +26,11 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "launches.py"
 DOCS = SCRIPT.parents[1] / "docs" / "accelerators.md"
 COUNTED_WITH = "2.13."  # another torch may run other operators in autograd, and fewer
 
-# The most waits and launches of forward and backward that a step may ever need.
-LIMITS = {
-    "SmoothAP": (1, 28),
-    "SmoothAP, nothing checked": (0, 50),
-    "SmoothAP of more rows": (2, 90),
-    "SmoothAP, automatic temperature": (3, 100),
-    "SmoothAP, queue of 1,024": (2, 120),
-    "SmoothAP of many rows": (2, 90),
-    "SmoothAP of classes": (3, 86),
-    "SmoothAP of many rows and classes": (3, 134),
-    "Recall": (1, 80),
-    "pAUC, trapezoid": (1, 110),
-    "pAUC, pairwise": (3, 200),
-    "pAUC, dro": (1, 200),
-    "softmax focal": (1, 60),
-    "over ranks: SmoothAP": (1, 60),
-    "over ranks: SmoothAP of few rows, queue of 1,024": (1, 60),
-    "over ranks: cross-entropy + SmoothAP": (1, 70),
-    "over ranks: SmoothAP, queue of 1,024": (2, 130),
-    "over ranks: SmoothAP, sharded": (6, 173),
-    "over ranks: Recall, sharded": (13, 293),
-    "over ranks: retrieval": (7, 200),
-    "over ranks: softmax focal": (1, 60),
-    "over ranks: accumulate": (2, 60),
-    "over ranks: accumulate of more": (2, 260),
-    "over ranks: DeferredMean": (14, 320),
-    "over ranks: pooled_backward": (6, 320),
-}
 LARGE = ["SmoothAP of many rows", "SmoothAP of many rows and classes"]  # seconds to count
 
 
 def check(name: str, waits: int, launches: int, report: str) -> None:
-    """Raise unless a step costs what the table says, and no more than its limit."""
-    assert waits <= LIMITS[name][0], report
-    assert launches <= LIMITS[name][1], report
+    """Raise unless a step costs what the table says."""
     found, held = (waits, launches), TABLE[name]
     assert waits <= held[0], report
     assert launches <= held[1], report
@@ -80,17 +50,12 @@ launches = imported(SCRIPT)
 OVER_RANKS = [*launches.OVER_RANKS, *launches.WINDOWS]
 
 
-def test_every_step_is_in_the_table_and_has_a_limit() -> None:
-    assert [*launches.STEPS, *(f"over ranks: {name}" for name in OVER_RANKS)] == [*TABLE] == [*LIMITS]
+def test_every_step_is_in_the_table() -> None:
+    assert [*launches.STEPS, *(f"over ranks: {name}" for name in OVER_RANKS)] == [*TABLE]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in LARGE else ())
-        for name in LIMITS
-        if "over ranks" not in name
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LARGE else ()) for name in launches.STEPS]
 )
 def test_a_step_costs_what_the_table_says(name: str) -> None:
     counts = launches.counts_of(launches.STEPS[name])
@@ -137,10 +102,10 @@ def test_more_classes_wait_no_more(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_steps_over_ranks_cost_what_the_table_says(tmp_path: Path, ranks: int) -> None:
     """Whatever the number of ranks."""
-    done = run_script(SCRIPT, cwd=tmp_path, processes=processes)
+    done = run_script(SCRIPT, cwd=tmp_path, processes=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in OVER_RANKS:
         line = next(line for line in done.stdout.splitlines() if line.strip().startswith(f"{name}  "))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from device import DEVICE, IS_SIMULATED, count, deterministic, no_float64, no_waits, only_simulated
 from loss_cases import FORMS, INPUTS, Form, normal
 from scripts import run_script
-from subjects import error
+from subjects import LIMITS, error
 from torch import nn
 from torch.distributed.distributed_c10d import BackendConfig
 from workers import error_of
@@ -101,25 +101,25 @@ def same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE, "accelerator", TABLE["cpu"])
 
 
-@pytest.fixture(params=["as on the CPU", "as on an accelerator"] if IS_SIMULATED else ["cuda"])
-def limits(request: pytest.FixtureRequest) -> dict[torch.dtype, float]:
-    """How much may differ: nothing if the same sums are made in the same chunks, else what the package promises."""
-    if request.param == "as on the CPU":
-        request.getfixturevalue("same_sums")
-        return {torch.float32: 0.0, torch.float64: 0.0}
-    return {torch.float32: 2e-6, torch.float64: 1e-12}
+# The sums of the CPU, or those of an accelerator, and the dtype of the rows.
+SUMS = [("cpu", "float32"), ("accelerator", "float64")]
+MORE = [("cpu", "float64"), ("accelerator", "float32")]
+
+
+@pytest.fixture(params=[*SUMS, *(pytest.param(sums, marks=pytest.mark.full) for sums in MORE)], ids="-".join)
+def way(request: pytest.FixtureRequest) -> tuple[torch.dtype, float]:
+    """A dtype, and how much may differ: nothing if the same sums are made in the same chunks, else what is promised."""
+    sums, dtype = request.param
+    if sums == "accelerator" or not IS_SIMULATED:
+        return getattr(torch, dtype), LIMITS[dtype]
+    request.getfixturevalue("same_sums")
+    return getattr(torch, dtype), 0.0
 
 
 @pytest.mark.filterwarnings("ignore:.*is drawn down to max_pool_size")
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, id="float32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")],
-)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_steps_of_a_loss_equal_those_of_the_cpu(
-    name: str, dtype: torch.dtype, limits: dict[torch.dtype, float]
-) -> None:
-    results = []
+def test_steps_of_a_loss_equal_those_of_the_cpu(name: str, way: tuple[torch.dtype, float]) -> None:
+    results, (dtype, limit) = [], way
     for device in ("cpu", DEVICE):
         make, arguments = SUBJECTS[name]
         loss, found = make().to(device), []
@@ -133,7 +133,7 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(
             found += [value.detach().cpu(), first.grad.cpu()]
         results.append(found)
     for theirs, ours in zip(*results):
-        assert error(ours.double(), theirs.double()) <= limits[dtype]
+        assert error(ours.double(), theirs.double()) <= limit
 
 
 # Rows, classes and the share of positives; from bins of one and of several classes to many ties.
@@ -141,13 +141,10 @@ LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("kind", ["all", "some ignored, weighted", "some of weight 0"])
 @pytest.mark.parametrize("name", LARGE)
-def test_large_pools_equal_those_of_the_cpu(
-    name: str, kind: str, dtype: torch.dtype, limits: dict[torch.dtype, float]
-) -> None:
-    num_rows, num_classes, share = LARGE[name]
+def test_large_pools_equal_those_of_the_cpu(name: str, kind: str, way: tuple[torch.dtype, float]) -> None:
+    (num_rows, num_classes, share), (dtype, limit) = LARGE[name], way
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64).to(dtype)
     logits = (logits * 2).round() if name == "ties" else logits
@@ -168,7 +165,7 @@ def test_large_pools_equal_those_of_the_cpu(
         value.backward()
         results.append((value.detach().cpu(), leaf.grad.cpu()))
     for theirs, ours in zip(*results):
-        assert error(ours.double(), theirs.double()) <= limits[dtype]
+        assert error(ours.double(), theirs.double()) <= limit
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-80, 1e80])
@@ -265,15 +262,13 @@ def test_focal_needs_no_float64() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, id=f"{DEVICE.type}-{name}") for name in SUBJECTS if " of " in name]
-)
-def test_deterministic_algorithms(name: str) -> None:
-    loss = SUBJECTS[name][0]().to(DEVICE)
+def test_deterministic_algorithms() -> None:
     with deterministic():
-        for step in range(3):
-            given = pool_of(name.partition(" of ")[2], step, torch.float32, num_rows=2_000)
-            loss(**put(given, DEVICE)).backward()
+        for name in SUBJECTS:
+            loss = SUBJECTS[name][0]().to(DEVICE)
+            for step in range(3 if " of " in name else 0):
+                given = pool_of(name.partition(" of ")[2], step, torch.float32, num_rows=2_000)
+                loss(**put(given, DEVICE)).backward()
         generator = torch.Generator().manual_seed(0)
         logits, targets = torch.randn(50_000, 1, generator=generator), torch.rand(50_000, generator=generator) < 0.3
         smooth_ap(logits.to(DEVICE).requires_grad_(), targets.to(DEVICE), 1e-3).backward()

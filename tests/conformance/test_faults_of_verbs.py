@@ -1,8 +1,8 @@
 """A mistake of one rank in a verb over a window is raised on every rank, leaves nothing behind, and the next is exact.
 
 The tables say what a rank does wrong. Each row runs in the first and in the third step of a model, whose wrappers
-communicate at other places once they have warmed up, and under DDP with a buffer, which it broadcasts, and for
-``accumulate`` also without.
+communicate at other places once they have warmed up, and under DDP with a buffer, which it broadcasts. Where a rank
+makes no backward it also runs without.
 """
 
 from __future__ import annotations
@@ -624,10 +624,9 @@ def wrapped(verb: str, kind: str, buffers: bool) -> nn.Module:
 def spoil(rank: int, verb: str, name: str, kind: str, is_everyone: bool) -> list[Seen]:
     """Run a step in which the last rank, or everyone, does something wrong, and the next one; and both again."""
     is_bad, found = is_everyone or rank == dist.get_world_size() - 1, []
-    has_buffers = kind == "ddp" and name not in OPENINGS
-    for buffers in [False, True] if has_buffers and verb.startswith("accumulate") else [has_buffers]:
-        if buffers and verb == "accumulate each" and not is_everyone:
-            continue  # every forward broadcasts then
+    # With sync="each" every forward broadcasts.
+    has_buffers = kind == "ddp" and name not in OPENINGS and (verb != "accumulate each" or is_everyone)
+    for buffers in [False, True] if has_buffers and name in WITHOUT_BACKWARD | SKIPPED else [has_buffers]:
         model = wrapped(verb, kind, buffers)
         found.append(_spoil(rank, verb, FAULTS[verb][name], model, is_bad))
         if name == "backward inside":  # which is looked for in the first, second and fourth step, not in the third
@@ -690,17 +689,16 @@ OPENED = in_turns(
 )
 OPENED += OF_SOME
 # The mistakes that leave a model in the middle of its window are made under every wrapper.
-LOOPED = in_turns(LOOPS, ("vector in 0", "vector in 2", "no graph in 2", "no call in 2", "two calls in 0"))
-LOOPED += [("too many items in 0", kind) for kind in KINDS if ("too many items in 0", kind) not in LOOPED]
+LOOPED = in_turns(LOOPS, ("vector in 0", "no graph in 2", "two calls in 0", "too many items in 0"))
 TERMED = in_turns(TERMS | {name: fault for name, fault in GRAPHS.items() if name.endswith("1")}, ())
-TERMED += [(name, kind) for name in GRAPHS if not name.endswith("1") for kind in ("ddp", "fsdp2")]
+TERMED += in_turns({name: fault for name, fault in GRAPHS.items() if not name.endswith("1")}, (), ("ddp", "fsdp2"))
 OWN = [*in_turns(RECORDED, ("text in 2", "after backward")), *in_turns(NOTHING, tuple(NOTHING), ("ddp", "plain"))]
 OF_WINDOW = [*in_turns(WINDOWED, ("vector", "negative")), *in_turns(RAISED, tuple(RAISED), ("ddp", "plain"))]
 
 # Arguments are checked before the wrapper is looked at.
 CALLED = in_turns(DEFERRED, ("vector", "finish instead", "negative count in the last"), ("ddp", "fsdp2"))
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
-UNDER_FSDP = ("unequal", "none", "no_grad", "before", "after", "inside", "vector", "leaf", "scores of two kinds")
+UNDER_FSDP = ("unequal", "before", "inside", "leaf", "scores of two kinds")
 
 
 def rows() -> list[Any]:
