@@ -33,7 +33,7 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
     """Run one step and return its count."""
     for batch in batches:
         deferred.backward(sum_loss(model, batch), num_valid(batch))
-    return deferred.finish(groups)
+    return deferred.finish(sync_groups=groups)
 
 
 KINDS = ["plain", "ddp", "fsdp2", "summed"]

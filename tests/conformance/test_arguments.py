@@ -1,15 +1,18 @@
 """Every argument of every public signature has a case with another value than its default, over two uneven ranks.
 
-The values of the losses are in tests/loss_cases.py, the cases of everything else in argument_calls.py. In each case the
-values and gradients equal those of one process with all rows, and the argument makes a difference there.
+The values of the losses are in tests/loss_cases.py. In each case the values and gradients equal those of one process
+with all rows, and the argument makes a difference there. Of everything else argument_calls.py has the arguments that no
+test of another folder passes by name.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import fullrank
 from fullrank.errors import is_from_a_check
 
+TESTS = Path(__file__).parents[1]
 NUM_STEPS = 3  # of a module, the second in eval mode; a function has no state
 # Arguments that make no difference in one process.
 SILENT = {"gather_distributed", "gradient_reduction", "group", "name", "num_features", "validate_args"}
@@ -36,7 +40,6 @@ NO_CASE = {
         for name in fullrank.metrics.__all__
         if name != "ReviewCurve"
     },
-    "RecallAtQuantile.update(indexes)": "It is refused: the metric ranks one pool.",
     "CombinedLoss.forward(indexes)": "It is passed on to a loss of one class, of which SmoothAPLoss has the case.",
     **{
         f"{row.module.__name__}.forward(indexes)": "It is refused: the loss ranks one pool."
@@ -246,10 +249,7 @@ def test_arguments_of_losses(rank: int, name: str) -> None:
 
 
 # Arguments of calls that, left out, change the result. Others say who takes part, how to compute, or what to check.
-EFFECTIVE = {"alpha", "average", "bias", "budget_basis", "class_index", "document_ids_key", "gradient_reduction"}
-EFFECTIVE |= {"ignore_index", "keep", "key", "multi_hot", "multiplier", "norm_type", "num_batches"}
-EFFECTIVE |= {"num_items_in_batch", "quantile_interpolation", "reduction", "scaler", "seed", "shift", "sync_groups"}
-EFFECTIVE |= {"label_smoothing", "softcap", "temperature", "z_loss"}
+EFFECTIVE = {"class_index", "gradient_reduction", "ignore_index", "keep", "multi_hot", "num_batches", "seed"}
 
 
 @pytest.mark.parametrize("name", sorted({call.name.partition(".")[0] for call in CALLS}))
@@ -313,22 +313,36 @@ GIVEN += [(case.name, case.argument, case.settings(False).get(case.argument)) fo
 GIVEN += [(call.name, name, value) for call in CALLS for name, value in [*call.given.items(), ("", None)]]
 
 
+@cache
+def passed_elsewhere(name: str) -> set[str]:
+    """Return the names in the files of other folders that call something: its arguments by name, and it too.
+
+    A loss has all its cases here.
+    """
+    if name.partition(".")[0] in {case.name.partition(".")[0] for case in CASES}:
+        return set()
+    texts = [path.read_text("utf-8") for path in TESTS.rglob("test_*.py") if path.parent != Path(__file__).parent]
+    called = [text for text in texts if re.search(rf"\b{name.rpartition('.')[2]}\b", text)]
+    return {word for text in called for word in [name, *re.findall(r"""\b\w+(?==)|(?<=")\w+(?=")""", text)]}
+
+
 def lacking(called: dict[str, Callable[..., Any]], given: list[Given]) -> dict[str, str]:
     """Return what has no case, and what is excused without need, by name."""
     found, excused = {}, {*NO_CASE}
+    owners = {part for owner, *_ in given for part in (owner, owner.partition(".")[0])}
     for name, value in called.items():
         if name in NO_CASE:
             excused.discard(name)
-        elif not any(owner == name or owner.startswith(f"{name}.") for owner, *_ in given):
-            found[name] = "expected a row in tests/loss_cases.py, or in CALLS of argument_calls.py"
+        elif name not in owners | passed_elsewhere(name):
+            found[name] = "expected a row in tests/loss_cases.py, or a call in another folder of tests"
         for argument, default in optional(value).items() if name not in NO_CASE else ():
             values = [one for owner, of, one in given if (owner, of) == (name, argument)]
-            if any(isinstance(one, Tensor) or one != default for one in values):
+            if any(isinstance(one, Tensor) or one != default for one in values) or argument in passed_elsewhere(name):
                 continue
             if f"{name}({argument})" in NO_CASE:
                 excused.discard(f"{name}({argument})")
             else:
-                where = "`other` in tests/loss_cases.py, or a row of CALLS in argument_calls.py"
+                where = "`other` in tests/loss_cases.py, a call by name in another folder, or a row of CALLS"
                 found[f"{name}({argument})"] = f"expected a case with another value than {default!r}: {where}"
     return found | dict.fromkeys(excused, "expected a reason in NO_CASE for what is public and has no case alone")
 
@@ -344,11 +358,7 @@ def new_verb(model: object, *, share: float = 0.5) -> None:
 @pytest.mark.parametrize(
     ("called", "given", "expected"),
     [
-        (
-            {"clip_grad_norm_": fullrank.clip_grad_norm_},
-            [("clip_grad_norm_", "foreach", None)],
-            "clip_grad_norm_(foreach)",
-        ),
+        ({}, [("MemoryQueue.enqueue", "num_stored", None)], "MemoryQueue.enqueue(num_stored)"),
         ({"new_verb": new_verb}, [("new_verb", "model", 3)], "new_verb(share)"),
         ({"new_verb": new_verb}, [], "new_verb"),
     ],
