@@ -7,7 +7,7 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import Batch, all_batches, make_batch, make_window, num_valid, one_process, sum_loss
+from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
 from blindfold import Blindfold
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
@@ -32,58 +32,33 @@ from fullrank.accumulation import token_count
 from fullrank.accumulation.window import list_micro_batches
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
 @on_ranks()
-def test_every_form_of_count_and_step(rank: int, kind: str) -> None:
-    reference, model = Model(), wrap(Model(), kind)
-    batches = make_window("uneven", rank)
-    expected = one_process(reference, all_batches("uneven"))
+def test_every_form_of_count_and_step(rank: int) -> None:
+    """Under DDP; the wrappers are in tests/conformance."""
+    model, expected, errors = wrap(Model(), "ddp"), one_process(Model(), all_batches("uneven")), {}
     total = sum(map(num_valid, all_batches("uneven")))
-    renamed = [{"tokens": b["tokens"], "target_tokens": b["labels"][:, 1:]} for b in batches]
-    mixed = [one if index % 2 else other for index, (one, other) in enumerate(zip(renamed, batches))]
-    whole_rows = [{**b, "ids": torch.zeros_like(b["labels"])} for b in batches]
-    rule = partial(count_valid_tokens, key=("labels", "target_tokens"), shift=(True, False))
+    batches = [batch | {"ids": torch.zeros_like(batch["labels"])} for batch in make_window("uneven", rank)]
 
-    def in_a_loop(count: Any, call: Callable[[Any, Batch], None], of: Sequence[Batch] = batches) -> float:
-        model.zero_grad()
-        for step, batch in accumulate(model, of, count, group=by_hand(model)):
-            call(step, batch)
-        return max(error(reduced(model), expected.gradient), error(step.mean_loss(), expected.loss))
+    def torch_mean(step: Any, index: int, logits: Tensor, items: int) -> None:
+        """NaN without a valid token, also in its gradient."""
+        labels = batches[index]["labels"][:, 1:]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+        step.backward(loss, num_items=(labels != -100).sum())
 
-    def mean_by_hand(step: Any, batch: Batch) -> None:
-        mask = batch["labels"][:, 1:] != -100  # 0 / 0 without a valid token, also in its backward
-        logits = model(batch["tokens"])[:, :-1]
-        terms = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
-        step.backward((terms * mask.flatten()).sum() / mask.sum(), num_items=num_valid(batch))
-
-    def torch_mean(step: Any, batch: Batch) -> None:
-        logits, labels = model(batch["tokens"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-        step.backward(F.cross_entropy(logits, labels), num_items=(labels != -100).sum())
-
-    def shifted(step: Any, batch: Batch) -> None:
-        shifted = batch.get("target_tokens")
-        labels = batch["labels"] if shifted is None else F.pad(shifted, (1, 0), value=-100)
-        step.backward(sum_loss(model, {"tokens": batch["tokens"], "labels": labels}))
-
-    def scaled(step: Any, batch: Batch) -> None:
-        step.scale(sum_loss(model, batch)).backward()
-
-    def plain(step: Any, batch: Batch) -> None:
-        step.backward(sum_loss(model, batch))
-
-    errors = {
-        "function": in_a_loop(num_valid, plain),
-        "function of tensors": in_a_loop(lambda batch: (batch["labels"][:, 1:] != -100).sum(), plain),
-        "number": in_a_loop(total, plain),
-        "tensor": in_a_loop(torch.tensor([float(total)]), plain),
-        "window count": in_a_loop(count_valid_tokens(batches), plain),
-        "keys": in_a_loop(rule, shifted, renamed),
-        "keys of both kinds": in_a_loop(rule, shifted, mixed),
-        "documents": in_a_loop(partial(count_valid_tokens, document_ids_key="ids"), plain, whole_rows),
-        "mean by hand": in_a_loop(num_valid, mean_by_hand),
-        "mean": in_a_loop(count_valid_tokens, torch_mean),
-        "scale": in_a_loop(count_valid_tokens, scaled),
+    forms: dict[str, dict[str, Any]] = {
+        "function": {"count": num_valid},
+        "function of tensors": {"count": lambda batch: (batch["labels"][:, 1:] != -100).sum()},
+        "number": {"count": total},
+        "tensor": {"count": torch.tensor([float(total)])},
+        "window count": {"count": count_valid_tokens(batches)},
+        "documents": {"count": partial(count_valid_tokens, document_ids_key="ids")},
+        "mean": {"loss": lambda model, batch: model(batch["tokens"]), "use": torch_mean},
+        "scale": {"use": lambda step, index, loss, items: step.scale(loss).backward()},
     }
+    for name, options in forms.items():
+        model.zero_grad()
+        loss = run_window(model, batches, **options)
+        errors |= {name: error(gradient(model), expected.gradient), f"{name} loss": error(loss, expected.loss)}
     assert_exact(errors, "float64")
 
 

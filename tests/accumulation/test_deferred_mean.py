@@ -111,7 +111,7 @@ def test_parameters_that_fsdp_left_unsharded(rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "ignored by FSDP2", "ignored by FSDP2, summed", "sharded, summed"])
-@on_ranks(2, 4)
+@on_ranks(4, pytest.param(2, marks=pytest.mark.full))
 def test_experts(rank: int, way: str) -> None:
     """Dense parameters over all ranks, experts over their copies; on two ranks there is no copy to add."""
     from torch.distributed.fsdp import fully_shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -221,8 +222,7 @@ HABITS: dict[str, Any] = {  # wrapper and its options, what is called in the fir
 }
 
 
-@pytest.mark.parametrize("sync", ["last", "each"])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("habit", "sync"), [*zip(HABITS, itertools.cycle(["last", "each"]))])
 @on_ranks()
 def test_correct_programs_pass(rank: int, habit: str, sync: str) -> None:
     """In three windows, the first two of which are watched; control: a gradient that is not 0 is added."""

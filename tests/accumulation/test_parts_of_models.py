@@ -33,8 +33,7 @@ def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["accumulate", "deferred"])
-@pytest.mark.parametrize("kind", ["fsdp2", "summed", "hsdp"])
+@pytest.mark.parametrize(("kind", "verb"), [("fsdp2", "deferred"), ("summed", "accumulate"), ("hsdp", "accumulate")])
 @on_ranks(4)
 def test_a_part_of_a_model_under_fsdp(rank: int, kind: str, verb: str) -> None:
     """Two windows of ``up``, all that is trained of a model that is wrapped as a whole."""

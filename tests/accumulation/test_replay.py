@@ -69,8 +69,10 @@ def mean_of_squares(scores: Tensor, batches: list[Rows], reduction: str | int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smooth_ap", "global_mean"])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "summed"])
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [("ddp", "smooth_ap"), ("ddp", "global_mean"), ("fsdp2", "global_mean"), ("summed", "smooth_ap")],
+)
 @on_ranks()
 def test_a_loss_whose_gradient_does_not_fit_the_model(rank: int, wrapper: str, name: str) -> None:
     """Every setting whose gradient is wrong is refused on every rank, and no other one."""
@@ -533,7 +535,7 @@ QUEUED = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "drawn")) for kind in QUEUED])
-@on_ranks(1, 2)
+@on_ranks(2, pytest.param(1, marks=pytest.mark.full))
 def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
     """The losses, the queue and the gradients are those of a run without the failures, on every rank."""
     case, size = QUEUED[kind], dist.get_world_size()

@@ -102,16 +102,19 @@ def _means_of_each(layout: str) -> tuple[Tensor, Tensor]:
     return torch.stack([mean(*column) for column in columns]), torch.stack(wrong)
 
 
-@pytest.mark.parametrize("layout", [SLOW("full"), "uneven", SLOW("unequal"), SLOW("none")])
 @pytest.mark.parametrize(
-    ("kind", "form"),
-    [("plain", "backward"), SLOW("plain", "some early"), SLOW("ddp", "factors"), SLOW("fsdp2", "some early")],
+    ("kind", "form", "layout"),
+    [
+        ("plain", "backward", "uneven"),
+        SLOW("plain", "some early", "unequal"),
+        SLOW("ddp", "factors", "unequal"),
+        SLOW("ddp", "backward", "full"),
+        SLOW("fsdp2", "some early", "none"),
+    ],
 )
 @on_ranks()
 def test_the_loss_of_each_micro_batch(rank: int, kind: str, form: str, layout: str) -> None:
     """Over all ranks, in three windows, and those of the names; the control is the mean over ranks of means."""
-    if kind == "fsdp2" and layout == "unequal":
-        return  # refused
     model, batches, numbers = wrap(TwoHeads(), kind), make_window(layout, rank), []
     expected, wrong = _means_of_each(layout)
     ce, both = (one_process_of_terms(TwoHeads(), all_batches(layout), mtp=weight).loss for weight in (0.0, 1.0))
