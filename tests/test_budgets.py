@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,14 @@ def test_every_step_is_in_the_table() -> None:
     assert [*launches.STEPS, *(f"over ranks: {name}" for name in OVER_RANKS)] == [*TABLE]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in LARGE else ()) for name in launches.STEPS]
-)
+def mark_of(name: str) -> Any:
+    """Return the mark of a step."""
+    if name in LARGE:
+        return pytest.mark.full
+    return pytest.mark.slow if launches.STEPS[name].rows >= 100_000 else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark_of(name)) for name in launches.STEPS])
 def test_a_step_costs_what_the_table_says(name: str) -> None:
     counts = launches.counts_of(launches.STEPS[name])
     check(name, counts.waits, counts.launches, counts.report())

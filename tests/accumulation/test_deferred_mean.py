@@ -39,7 +39,7 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "ddp")])
 @on_ranks(2)
 def test_a_call_without_terms_adds_nothing(rank: int, kind: str) -> None:
     """One rank passes NaN for 0 terms: of a mean over nothing, alone, times 0, or by a window; the rest counts."""

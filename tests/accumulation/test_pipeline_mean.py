@@ -106,16 +106,11 @@ class Pipeline:
 
 
 OLD_TORCH = torch.__version__.startswith("2.10.")
-SCHEDULES: list[Any] = [
-    "ScheduleGPipe",
-    "Schedule1F1B",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    pytest.param(
-        "ScheduleZBVZeroBubble",
-        marks=pytest.mark.skipif(OLD_TORCH, reason="torch 2.10 cannot run it on gloo, by itself"),
-    ),
-]
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+NOT_OLD = pytest.mark.skipif(OLD_TORCH, reason="torch 2.10 cannot run it on gloo, by itself")
+SCHEDULES: list[Any] = ["Schedule1F1B", "ScheduleInterleaved1F1B"]
+SCHEDULES += [SLOW("ScheduleGPipe"), SLOW("ScheduleInterleavedZeroBubble")]
+SCHEDULES += [pytest.param("ScheduleZBVZeroBubble", marks=[pytest.mark.slow, NOT_OLD])]
 
 
 def check(pipeline: Pipeline, layouts: tuple[str, ...] = ("full", "uneven", "none"), **options: Any) -> None:
@@ -199,7 +194,7 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize(
     ("fault", "place"),  # the last place is in the second step
-    [*(("raises", place) for place in (1, 3, 7)), *zip(WRONG_LOSSES, (1, 3, 7, 3))],
+    [("raises", 3), SLOW("raises", 1), SLOW("raises", 7), *(SLOW(*case) for case in zip(WRONG_LOSSES, (1, 3, 7, 3)))],
 )
 @on_ranks(2)
 def test_a_bad_loss_raises_on_every_stage_and_the_next_step_is_exact(rank: int, fault: str, place: int) -> None:

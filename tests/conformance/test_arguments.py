@@ -314,6 +314,14 @@ GIVEN += [(call.name, name, value) for call in CALLS for name, value in [*call.g
 
 
 @cache
+def files_of_tests() -> list[tuple[set[str], set[str]]]:
+    """Return the words of each file of another folder, and those in the place of a keyword or a text."""
+    paths = [path for path in TESTS.rglob("test_*.py") if path.parent != Path(__file__).parent]
+    texts = [path.read_text("utf-8") for path in paths]
+    return [({*re.findall(r"\w+", t)}, {*re.findall(r"""\b\w+(?==)|(?<=")\w+(?=")""", t)}) for t in texts]
+
+
+@cache
 def passed_elsewhere(name: str) -> set[str]:
     """Return the names in the files of other folders that call something: its arguments by name, and it too.
 
@@ -321,9 +329,8 @@ def passed_elsewhere(name: str) -> set[str]:
     """
     if name.partition(".")[0] in {case.name.partition(".")[0] for case in CASES}:
         return set()
-    texts = [path.read_text("utf-8") for path in TESTS.rglob("test_*.py") if path.parent != Path(__file__).parent]
-    called = [text for text in texts if re.search(rf"\b{name.rpartition('.')[2]}\b", text)]
-    return {word for text in called for word in [name, *re.findall(r"""\b\w+(?==)|(?<=")\w+(?=")""", text)]}
+    last = name.rpartition(".")[2]
+    return {word for words, passed in files_of_tests() if last in words for word in {name, *passed}}
 
 
 def lacking(called: dict[str, Callable[..., Any]], given: list[Given]) -> dict[str, str]:

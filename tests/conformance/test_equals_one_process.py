@@ -117,10 +117,8 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "verb", "kind"),
-    [pytest.param(*case, marks=[] if case[2] == "ddp" else [pytest.mark.slow]) for case in COLLECTIVES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "verb", "kind"), COLLECTIVES)
 @on_ranks(...)
 def test_number_of_collectives(rank: int, verb: str, kind: str) -> None:
     model = wrap(Model(buffers=True), kind)

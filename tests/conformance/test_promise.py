@@ -37,12 +37,13 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
             assert max(errors) <= LIMITS[case.dtype], (case, errors)
 
 
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", slowly(MODULES))
-def test_gradient_equals_one_process(pool: WorkerPool, loss: str) -> None:
-    """Uneven and empty shards, ignored rows, queue filling over four optimizer steps."""
+def test_gradient_equals_one_process(pool: WorkerPool, loss: str, dtype: str) -> None:
+    """Uneven and empty shards, ignored rows, a queue that fills over four steps; in float64 also without weights."""
     weighted = FORMS[loss].loss.takes("sample_weight")
-    cases = [Case(loss), Case(loss, "float32", weighted=weighted)]
-    assert_exact(pool, *cases, *[Case(loss, weighted=True)] * weighted)
+    ways = {weighted, False} if dtype == "float64" else {weighted}
+    assert_exact(pool, *(Case(loss, dtype, weighted=way) for way in sorted(ways)))
 
 
 # What every loss over a pool can do: the first form of each in all ways, and each other form in one of them.
