@@ -47,16 +47,6 @@ def test_a_name_without_terms_has_no_gradient_though_its_loss_is_nan(rank: int, 
 
 
 @on_ranks()
-def test_names_have_the_collectives_of_one_count(rank: int) -> None:
-    model, batches = TwoHeads(), make_window("full", rank)
-    with CollectiveCounter() as counter:
-        for step, batch in accumulate(model, batches, COUNTS, group=by_hand(model)):
-            step.backward(sum_losses(model, batch))
-        step.mean_losses()
-    assert counter.total == 2
-
-
-@on_ranks()
 def test_weights_are_compared_as_numbers(rank: int) -> None:
     """Rank 0 spells them in one way, the others in another; also from one micro-batch to the next.
 

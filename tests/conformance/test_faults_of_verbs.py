@@ -686,6 +686,7 @@ OF_SOME += [("unequal", "fsdp2")]  # where unequal numbers would hang
 OPENED = in_turns(
     {name: fault for name, fault in OPENINGS.items() if name not in dict(OF_SOME)},
     ("no micro-batch", "another sync", "unequal, each"),
+    ("ddp", "plain"),
 )
 OPENED += OF_SOME
 # The mistakes that leave a model in the middle of its window are made under every wrapper.
@@ -696,7 +697,8 @@ OWN = [*in_turns(RECORDED, ("text in 2", "after backward")), *in_turns(NOTHING, 
 OF_WINDOW = [*in_turns(WINDOWED, ("vector", "negative")), *in_turns(RAISED, tuple(RAISED), ("ddp", "plain"))]
 
 # Arguments are checked before the wrapper is looked at.
-CALLED = in_turns(DEFERRED, ("vector", "finish instead", "negative count in the last"), ("ddp", "fsdp2"))
+CALLED = in_turns(DEFERRED, (), ("ddp",))
+CALLED += [(name, "fsdp2") for name in ("vector", "finish instead", "negative count in the last")]
 # Under FSDP2 not "forward": the others would wait in the collectives of the forward that one of them does not make.
 UNDER_FSDP = ("unequal", "before", "inside", "leaf", "scores of two kinds")
 

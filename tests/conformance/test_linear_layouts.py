@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Batch, Result, make_window, num_valid, one_process
+from batches import Batch, Result, make_window, one_process
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from subjects import HIDDEN, NUM_FEATURES, Headless, Model, error, gradient
@@ -135,18 +135,12 @@ def window_of(made: Made, rank: int) -> list[Batch]:
     return make_window("full" if made.num_data == 1 else "uneven", rank)
 
 
-def run(made: Made, verb: str) -> Tensor:
+def run(made: Made) -> Tensor:
     """Take a step, and return its mean loss."""
     batches = window_of(made, made.data_rank)
-    if verb != "DeferredMean":
-        for step, batch in fullrank.accumulate(made.model, batches, fullrank.count_valid_tokens, group=made.group):
-            step.backward(made.loss(batch))
-        return step.mean_loss()
-    deferred = fullrank.DeferredMean(made.model, made.group)
-    for batch in batches:
-        deferred.backward(made.loss(batch), num_valid(batch))
-    deferred.finish([])
-    return deferred.mean_loss()
+    for step, batch in fullrank.accumulate(made.model, batches, fullrank.count_valid_tokens, group=made.group):
+        step.backward(made.loss(batch))
+    return step.mean_loss()
 
 
 def expected_of(made: Made, tied: bool) -> Result:
@@ -155,28 +149,24 @@ def expected_of(made: Made, tied: bool) -> Result:
     return one_process(TiedWhole() if tied else Model(), batches)
 
 
-CASES: list[Any] = []
-for _layout in LAYOUTS:
-    for _tied in (False, True):
-        for _verb in ("accumulate", "log_probs", "DeferredMean"):
-            if _tied and _layout == "method of the head":  # the embedding needs the weight elsewhere
-                continue
-            if _verb == "log_probs" and (_tied or _layout == "method of the head"):
-                continue
-            _marks = [pytest.mark.full] if _verb == "DeferredMean" else [pytest.mark.slow]
-            for _size in (4,) if _layout == "fsdp2 x tp" else (2, 3):
-                _more = [pytest.mark.full] if _size == 3 else []
-                CASES.append(pytest.param(_size, _layout, _tied, _verb, marks=[*_marks, *_more]))
+CASES = [
+    pytest.param(size, layout, tied, loss, marks=pytest.mark.full if size == 3 else pytest.mark.slow)
+    for layout in LAYOUTS
+    for tied, loss in ((False, loss_of), (False, minus_log_probs), (True, loss_of))
+    # The embedding needs the weight outside of the methods of the head.
+    if layout != "method of the head" or (not tied and loss is loss_of)
+    for size in ((4,) if layout == "fsdp2 x tp" else (2, 3))
+]
 
 
-@pytest.mark.parametrize(("world_size", "layout", "tied", "verb"), CASES)
+@pytest.mark.parametrize(("world_size", "layout", "tied", "loss"), CASES)
 @on_ranks(...)
-def test_layout(rank: int, layout: str, tied: bool, verb: str) -> None:
+def test_layout(rank: int, layout: str, tied: bool, loss: Loss) -> None:
     """In two steps, because wrappers set themselves up in the first."""
-    made = make(layout, tied, minus_log_probs if verb == "log_probs" else loss_of)
+    made = make(layout, tied, loss)
     for _ in range(2):
         made.model.zero_grad()
-        found, expected = run(made, verb), expected_of(made, tied)
+        found, expected = run(made), expected_of(made, tied)
         assert error(gradient(made.model), expected.gradient) <= 1e-12
         assert error(found, expected.loss) <= 1e-12
 
@@ -196,7 +186,7 @@ class NoExchange:
 def test_control_without_what_the_ranks_exchange(rank: int, layout: str) -> None:
     made = make(layout, False)
     with mock.patch.object(vocabulary, "Exchange", NoExchange):
-        run(made, "accumulate")
+        run(made)
     assert error(gradient(made.model), expected_of(made, False).gradient) > 0.1
 
 
