@@ -102,12 +102,6 @@ def pool(request: pytest.FixtureRequest) -> WorkerPool:
 
 
 @pytest.fixture
-def pool_of_two() -> WorkerPool:
-    """Two gloo processes, for what does not depend on their number."""
-    return get_pool(2)
-
-
-@pytest.fixture
 def pyplot() -> Iterator[Any]:
     """matplotlib without a screen, and without the figures that a test leaves behind."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -99,11 +99,11 @@ def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case)
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, marks=[] if loss in FEW else [pytest.mark.slow]) for loss in MODULES]
 )
-def test_loss_inside_the_wrapped_module(pool_of_two: WorkerPool, loss: str) -> None:
-    assert_exact(pool_of_two, Case(loss, loss_inside=True))
+def test_loss_inside_the_wrapped_module(loss: str) -> None:
+    assert_exact(get_pool(2), Case(loss, loss_inside=True))
     if loss in SHARDED:
         form = "moments" if loss == "smooth_ap" else "sums"
-        assert_exact(pool_of_two, Case(loss, sharded=True, form=form, loss_inside=True))
+        assert_exact(get_pool(2), Case(loss, sharded=True, form=form, loss_inside=True))
 
 
 def detached(tensor: Tensor) -> Tensor:
