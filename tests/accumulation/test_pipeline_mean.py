@@ -132,9 +132,11 @@ def check(pipeline: Pipeline, layouts: tuple[str, ...] = ("full", "uneven", "non
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2)
 def test_one_pipeline(rank: int, name: str) -> None:
-    """The control divides by the number of micro-batches, as a schedule does on its own."""
+    """Counted in every form. The control divides by the number of micro-batches, as a schedule does on its own."""
     pipeline = Pipeline(name)
     check(pipeline)
+    check(pipeline, ("uneven",), count=lambda labels: (labels[:, 1:] != IGNORED).sum())
+    check(pipeline, ("full",), count=sum(map(num_valid, batches_of(0))))
     assert pipeline.schedule.scale_grads is True
     reference = Model()
     number = one_process(reference, batches_of(0)).gradient
@@ -240,26 +242,6 @@ def test_an_error_of_one_pipeline_is_raised_on_all(rank: int, name: str, kind: s
     kind_of_error, text = error_of(lambda: pipeline.step(other, batches))
     assert kind_of_error == "ValueError"
     assert "multiplier: " in text
-
-
-COUNTS: dict[str, Any] = {
-    "function": lambda labels: (labels[:, 1:] != IGNORED).sum(),
-    "rule": partial(count_valid_tokens, shift=True, ignore_index=IGNORED),
-    "number": sum(num_valid(batch) for batch in batches_of(0)),
-    "control": partial(count_valid_tokens, shift=False),
-}
-
-
-@pytest.mark.parametrize("form", COUNTS)
-@on_ranks(2)
-def test_forms_of_the_count(rank: int, form: str) -> None:
-    """The control counts the first label of each row."""
-    pipeline = Pipeline("ScheduleGPipe")
-    mean = pipeline.mean(COUNTS[form])
-    reference = Model()
-    one_process(reference, batches_of(0))
-    pipeline.step(mean, batches_of(0))
-    assert (error(pipeline.gradient(), pipeline.expected(reference)) <= 1e-12) == (form != "control")
 
 
 @pytest.mark.slow
