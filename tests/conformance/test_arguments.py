@@ -222,7 +222,7 @@ def differs(found: list[Tensor], expected: list[Tensor]) -> float:
         if row.module is not None
     ],
 )
-@on_ranks()
+@on_ranks(2, pytest.param(3, marks=[pytest.mark.full] * 2))
 def test_arguments_of_losses(rank: int, name: str) -> None:
     wrong, row = [], LOSSES[name]
     for case in cases_of(row):

@@ -30,21 +30,21 @@ FREE = {
 
 
 def windows_of(layout: str) -> list[list[Any]]:
-    """Return the window of every rank. ``"three"`` and ``"one"`` are what ``windows`` cuts four micro-batches into."""
+    """Return the window of every rank. ``"one"`` is the last one that ``windows`` cuts four micro-batches into."""
     ranks = range(dist.get_world_size())
-    if layout not in ("three", "one"):
+    if layout != "one":
         return [make_window(layout, rank) for rank in ranks]
-    cut = [list(fullrank.windows([make_batch(rank, index) for index in range(4)], 3)) for rank in ranks]
-    return [parts[("three", "one").index(layout)] for parts in cut]
+    return [[*fullrank.windows([make_batch(rank, index) for index in range(4)], 3)][-1] for rank in ranks]
 
 
 MOST_USED = ("accumulate", "DeferredMean", "pooled_backward")
+UNDER_FSDP2 = ("accumulate each", "terms means", "factor last", "linear", "DeferredMean window", "pooled_backward each")
 
 
 def cases() -> list[Any]:
     """Return world size, verb, wrapper and dtype; the fast tests have the wrappers that most people use.
 
-    `make test` has the verbs that are most used under every wrapper, and the others under DDP and FSDP2.
+    `make test` has the verbs that are most used under every wrapper, and the others under DDP, some also under FSDP2.
     """
     slow, full = pytest.mark.slow, pytest.mark.full
     found = []
@@ -52,14 +52,14 @@ def cases() -> list[Any]:
         for kind in kinds:
             is_common = kind == "ddp" or (kind in ("plain", "fsdp2") and verb in MOST_USED)
             is_common = is_common and not verb.endswith(("scale", "factors", "some"))
-            mark = slow if verb in MOST_USED or kind in ("ddp", "fsdp2") else full
+            mark = slow if verb in MOST_USED or kind == "ddp" or (kind == "fsdp2" and verb in UNDER_FSDP2) else full
             found.append(pytest.param(2, verb, kind, "float64", marks=[] if is_common else [mark]))
             found.append(pytest.param(3, verb, kind, "float64", marks=full))
             mark = slow if kind == "ddp" and verb in MOST_USED else full
             found.append(pytest.param(2, verb, kind, "float32", marks=mark))
     shapes = [(2, "(1, W)"), (2, "(W, 1)"), (1, "(1, W)")]  # dimensions of one rank, of which the verbs take turns
     for number, verb in enumerate(sorted(UNDER_HSDP, key=lambda verb: verb not in MOST_USED)):
-        mark = slow if verb in (*MOST_USED, "accumulate shard") else full
+        mark = slow if verb in ("accumulate", "accumulate shard", "pooled_backward") else full
         found.append(pytest.param(4, verb, "hsdp", "float64", marks=mark))
         found.append(pytest.param(4, verb, "hsdp", "float32", marks=full))
         for turn, (world_size, shape) in enumerate(shapes):
@@ -71,12 +71,12 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("world_size", "verb", "kind", "dtype"), cases())
 @on_ranks(...)
 def test_equals_one_process(rank: int, verb: str, kind: str, dtype: str) -> None:
-    """Uneven tokens, a rank without any, a window without any, windows of three and one, unequal numbers of them.
+    """Uneven tokens, a rank without any, a window without any, a window of one, unequal numbers of micro-batches.
 
     One model takes a step with each.
     """
     kept, model, errors = getattr(torch, dtype), wrap(model_of(verb, dtype), kind), {}
-    for layout in ["full", "uneven", "none", "three", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
+    for layout in ["full", "uneven", "none", "one", *(["unequal"] if (verb, kind) in FREE else [])]:
         model.zero_grad()
         window = windows_of(layout)
         reference, expected = one_process_of(verb, [batch for batches in window for batch in batches], dtype)

@@ -742,7 +742,7 @@ def rows() -> list[Any]:
     fast = {(name, "ddp") for name in (*WITHOUT_BACKWARD, *INSIDE, *SKIPPED)} | {
         (name, "plain") for name in (*FINISHED, *COUNTED, *TERMS)
     }
-    marks = [pytest.mark.full if row[3] == 3 else [] if row[1:3] in fast else pytest.mark.slow for row in found]
+    marks = [pytest.mark.full if row[3] > 2 else [] if row[1:3] in fast else pytest.mark.slow for row in found]
     return [pytest.param(*row, marks=mark) for row, mark in zip(found, marks)]
 
 

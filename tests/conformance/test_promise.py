@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from batches import Rows, make_rows, part_of, split
 from gradient_cases import SHARDED, Case
-from loss_cases import FORMS, LOSSES, OF_POOL, POOLED, Form, Loss, slowly
+from loss_cases import FORMS, LOSSES, OF_POOL, POOLED, Form, Loss
 from on_ranks import on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fullrank.large import ShardedLoss, smooth_ap
 MODULES = [name for name, form in FORMS.items() if form.loss.module is not None]
 BALANCED = ("cross_entropy_balanced", "binary_cross_entropy_balanced")
 FEW = ("smooth_ap", "pauc_dro", "cross_entropy", "combined")  # of the fast tests
+FIRST_SLOW = (pytest.mark.slow, pytest.mark.full)  # the marks of the first form of a loss, and of its others
 
 
 def assert_exact(pool: WorkerPool, *cases: Case) -> None:
@@ -37,8 +38,13 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
             assert max(errors) <= LIMITS[case.dtype], (case, errors)
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loss", slowly(MODULES))
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        *(pytest.param(loss, "float64", marks=[] if FORMS[loss].is_first else pytest.mark.slow) for loss in MODULES),
+        *(pytest.param(loss, "float32", marks=FIRST_SLOW[not FORMS[loss].is_first]) for loss in MODULES),
+    ],
+)
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, dtype: str) -> None:
     """Uneven and empty shards, ignored rows, a queue that fills over four steps; in float64 also without weights."""
     weighted = FORMS[loss].loss.takes("sample_weight")
@@ -60,9 +66,7 @@ WAYS: list[dict[str, Any]] = [
 FIRST = [name for name in OF_POOL if FORMS[name].is_first]
 IN_WAYS = [Case(name, **way) for name in FIRST for way in WAYS]
 IN_WAYS += [
-    Case(name, **way)
-    for index, name in enumerate(name for name in OF_POOL if name not in FIRST)
-    for way in (WAYS[index % len(WAYS)], WAYS[(index + 1) % len(WAYS)])
+    Case(name, **WAYS[index % len(WAYS)]) for index, name in enumerate(name for name in OF_POOL if name not in FIRST)
 ]
 
 
@@ -97,7 +101,8 @@ def test_gradient_equals_one_process_in_every_form(pool: WorkerPool, case: Case)
 
 
 @pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=[] if loss in FEW else [pytest.mark.slow]) for loss in MODULES]
+    "loss",
+    [pytest.param(loss, marks=[] if loss in FEW else FIRST_SLOW[not FORMS[loss].is_first]) for loss in MODULES],
 )
 def test_loss_inside_the_wrapped_module(loss: str) -> None:
     assert_exact(get_pool(2), Case(loss, loss_inside=True))
@@ -395,7 +400,7 @@ def other_part(part: Loss, size: int, replaced: Any) -> nn.Module:
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n != "combined")) for n, loss in LOSSES.items() if loss.module],
 )
-@pytest.mark.parametrize("most", [4, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.full)])
 @on_ranks(2)
 def test_no_row_on_any_rank(rank: int, name: str, most: int) -> None:
     """The loss is that of the queue, which is 0 without one. The next step is that of one process."""
