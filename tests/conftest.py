@@ -43,12 +43,11 @@ SIZES = ("pool", "world_size")
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import a file whose tests are all left out: the frameworks alone take four seconds."""
-    if collection_path.suffix != ".py" or "not slow" not in config.getoption("markexpr"):
+    names = [name for name in ("slow", "full") if f"not {name}" in config.getoption("markexpr")]
+    if collection_path.suffix != ".py" or not names:
         return None
-    is_slow = re.search(
-        r"^pytestmark = \[?\s*pytest\.mark\.(slow|full)\b", collection_path.read_text("utf-8"), re.MULTILINE
-    )
-    return True if is_slow else None
+    is_left_out = rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(names)})\b"
+    return True if re.search(is_left_out, collection_path.read_text("utf-8"), re.MULTILINE) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked

@@ -303,6 +303,7 @@ def decoupled(block: losses.Block) -> Tensor:
     return others.logsumexp(dim=1) - block.scores.gather(1, block.positives[:, None])[:, 0]
 
 
+JOINT = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "queue_size": 0}
 OWN = {"function": of_block, **WARM}
 OF_AREAS = {
     "alpha": Argument(0.05, [-0.1, 0.7, NAN], ["0"]),
@@ -490,6 +491,11 @@ ROWS = (
             "margin": MARGIN,
             "margin_strategy": STRATEGY,
         },
+        together=[
+            ("symmetric", {**JOINT, "symmetric": True}, "True"),
+            ("queue_size", {**JOINT, "queue_size": 8}, "8"),
+            ("directions", {**JOINT, "partition_mode": "per_direction"}, ""),
+        ],
         left_out={**CONTRASTIVE, "meta symmetric": READS_VALUES},
     ),
     Loss(
@@ -703,6 +709,15 @@ def holds(family: str, name: str, sentence: str = ".") -> Iterator[None]:
 def slowly(names: Iterable[str], mark: Any = pytest.mark.slow) -> list[Any]:
     """Return forms as cases, of which the first of each loss is in the fast tests."""
     return [pytest.param(n, marks=[] if FORMS[n].is_first else mark) for n in names]
+
+
+def on_devices(cases: Iterable[Sequence[Any]], also: Iterable[Sequence[Any]] = ()) -> list[Any]:
+    """Return cases with a device: all with the CPU, some with the other one too; test_device.py has all losses on it.
+
+    They are parameters of a test whose last one is ``device``, which is ``indirect``.
+    """
+    others = [pytest.param(*case, "other", marks=pytest.mark.slow) for case in also]
+    return [*((*case, "cpu") for case in cases), *others]
 
 
 @dataclass(frozen=True)

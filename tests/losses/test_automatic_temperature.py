@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 
@@ -216,7 +215,7 @@ def test_a_pool_of_moderate_size_is_used_whole_if_its_sample_has_no_spread() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @over_pools
 def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.dtype) -> None:
     """A step on degenerate scores, with a queue, then clean steps, which have a usual loss and gradient."""
@@ -237,37 +236,17 @@ def test_degenerate_scores_lose_no_step_and_poison_none(name: str, dtype: torch.
         assert usual / 4 < loss.current_temperature < usual
 
 
-def test_constant_scores_have_a_gradient() -> None:
-    """A network whose last layer starts at zero can learn."""
-    for name in OVER_POOLS:
-        assert step(FORMS[name].call(), torch.zeros(40, 1), torch.arange(40) % 4 == 0)[1][::4].max() < 0
-
-
-# --- state and current_temperature -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", AUTOMATIC)
-def test_state_holds_the_setting(name: str) -> None:
-    for saved, other in ((None, 0.3), (0.3, None)):
-        buffer = io.BytesIO()
-        loss = FORMS[name].make(temperature=other)
-        loss.temperature = saved
-        torch.save(loss.state_dict(), buffer)
-        buffer.seek(0)
-        loaded = FORMS[name].make(temperature=other)
-        loaded.load_state_dict(torch.load(buffer, weights_only=True))
-        assert loaded.temperature == saved
-
-
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("of_reference", [False, True])
 @pytest.mark.parametrize("count", [9, 150])
-def test_retrieval_of_a_reference(count: int) -> None:
-    """Of the pairs of a query and a row that it ranks. The control: of the queries alone."""
-    rows, others, labels = normal(count, 5), normal(70, 5, seed=1), torch.arange(count) % 3
-    given = {"reference": others, "reference_labels": torch.arange(70) % 4}
-    pairs = torch.ones(count, 70).nonzero()
+def test_retrieval(count: int, of_reference: bool) -> None:
+    """Of the pairs of a query and another row that it ranks. The control: of the queries alone."""
+    rows, labels = normal(count, 5), torch.arange(count) % 3
+    others = normal(70, 5, seed=1) if of_reference else rows
+    pairs = (torch.ones(count, 70) if of_reference else 1 - torch.eye(count)).nonzero()
+    given = {"reference": others, "reference_labels": torch.arange(70) % 4} if of_reference else {}
     sampled = pairs[reference.evenly_spaced(min(len(pairs), 4096), len(pairs))]
     cosines = torch.nn.functional.cosine_similarity(rows[sampled[:, 0]], others[sampled[:, 1]])
     loss = RetrievalSmoothAPLoss(None)
@@ -276,21 +255,5 @@ def test_retrieval_of_a_reference(count: int) -> None:
     assert loss.current_temperature == pytest.approx(tau, rel=1e-12)
     torch.testing.assert_close(value, RetrievalSmoothAPLoss(tau)(rows, labels, **given), rtol=1e-10, atol=1e-12)
     loss(rows, labels)
-    assert loss.current_temperature != pytest.approx(tau, rel=1e-3)
-
-
-@pytest.mark.parametrize("count", [9, 150])
-def test_retrieval(count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-    embeddings = torch.randn(count, 5, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, 3, (count,), generator=generator)
-    unit = torch.nn.functional.normalize(embeddings, dim=1)
-    pairs = (~torch.eye(count, dtype=torch.bool)).nonzero()
-    sampled = pairs[reference.evenly_spaced(min(len(pairs), 4096), len(pairs))]
-    cosines = (unit[sampled[:, 0]] * unit[sampled[:, 1]]).sum(dim=1)
-    loss = RetrievalSmoothAPLoss(None)
-    value = loss(embeddings, labels)
-    tau = 0.1 * expected_spread(cosines[None])
-    assert loss.current_temperature == pytest.approx(tau, rel=1e-12)
-    torch.testing.assert_close(value, retrieval_smooth_ap(embeddings, labels, temperature=tau), rtol=1e-10, atol=1e-12)
-    assert torch.equal(value, retrieval_smooth_ap(embeddings, labels, temperature=None))
+    assert (loss.current_temperature == pytest.approx(tau, rel=1e-3)) != of_reference
+    assert of_reference or torch.equal(value, retrieval_smooth_ap(rows, labels, temperature=None))

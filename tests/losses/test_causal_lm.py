@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from meshes import init_device_mesh
-from on_ranks import common_error, on_ranks
 from torch import Tensor
 
 from fullrank import causal_lm_loss, count_valid_tokens
@@ -127,99 +121,3 @@ def test_the_call_of_transformers() -> None:
     assert torch.equal(causal_lm_loss(logits=logits, labels=labels, **call), expected)
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
     assert torch.equal(causal_lm_loss(logits=logits, labels=None, shift_labels=shifted, **call), expected)
-
-
-# Logits that are sharded on the vocabulary
-
-
-def sharded(logits: Tensor, *placements: Any) -> Any:
-    """Return logits over all ranks, sharded on the vocabulary or as ``placements`` say."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    shape = (1,) * (len(placements) - 1) + (dist.get_world_size(),)
-    return distribute_tensor(logits.detach(), init_device_mesh("cpu", shape), placements or [Shard(-1)])
-
-
-def with_terms(logits: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> Tensor:
-    """Return the mean with what the loss may add for each token."""
-    x, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    x, targets = x[targets != -100], targets[targets != -100]
-    each = F.cross_entropy(x, targets, label_smoothing=smoothing, reduction="none")
-    return (each + z_loss * torch.logsumexp(x, 1) ** 2).mean()
-
-
-# What the loss is called with, and its definition.
-CALLS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
-    "mean": ({}, lambda logits, labels: by_rows(logits, labels, None)),
-    "sum": ({"reduction": "sum"}, lambda logits, labels: by_rows(logits, labels, 1)),
-    "count": ({"num_items": torch.tensor(7)}, lambda logits, labels: by_rows(logits, labels, 7)),
-    "shifted": ({"reduction": "sum", "shift": False}, lambda logits, labels: by_rows(logits, labels, 1, False)),
-    "z_loss": ({"z_loss": 0.1}, lambda logits, labels: with_terms(logits, labels, z_loss=0.1)),
-    "softcap": ({"softcap": 2.0}, lambda logits, labels: by_rows(2 * torch.tanh(logits / 2), labels, None)),
-    "label_smoothing": ({"label_smoothing": 0.3}, lambda logits, labels: with_terms(logits, labels, smoothing=0.3)),
-    "documents": (
-        {"reduction": "sum", "document_ids": IDS},
-        lambda logits, labels: by_documents(logits, labels, IDS),
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-@on_ranks(2, 3)
-def test_logits_sharded_on_the_vocabulary(rank: int, name: str) -> None:
-    """11 words over the ranks, as in one process; also if no label counts. The control is the loss of own words."""
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    call, define = CALLS[name]
-    whole, labels = make_rows()
-    expected = define(whole, labels)
-    (wanted,) = torch.autograd.grad(expected, whole)
-    for targets, value, grad in (labels, expected, wanted), (labels * 0 - 100, expected * 0, wanted * 0):
-        logits = sharded(whole.masked_fill((grad == 0).all(-1, keepdim=True), torch.nan)).requires_grad_()
-        with loss_parallel():
-            loss = causal_lm_loss(logits, targets, **call)
-            loss.backward()
-        assert type(loss) is Tensor
-        torch.testing.assert_close(loss, value, rtol=1e-12, atol=0)
-        assert logits.grad.placements == logits.placements
-        torch.testing.assert_close(logits.grad.full_tensor(), grad, rtol=1e-12, atol=1e-15)
-        with loss_parallel(), torch.no_grad():
-            assert causal_lm_loss(logits, targets, **call) == loss
-    own = sharded(whole).to_local()
-    alone = causal_lm_loss(own, labels.where(labels < own.shape[-1], -100), **call)
-    assert not torch.isclose(alone, expected)
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_other_dtensors(rank: int) -> None:
-    """The ranks raise the same, and go on together."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    whole, labels = make_rows((6, 7))
-    whole_sequences = "Use full_tensor(), or to_local() where each rank holds whole sequences."
-    for placements, fix in (
-        ([Shard(0)], whole_sequences),
-        ([Shard(1)], whole_sequences),
-        ([Replicate()], whole_sequences),
-        ([Replicate(), Shard(2)], "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of"),
-    ):
-        logits = sharded(whole, *placements)
-        what = "logits: expected a plain tensor, or a DTensor sharded on dim 2, the vocabulary, over a mesh"
-        for context in (nullcontext(), loss_parallel()):
-            with context:
-                kind, text = common_error(partial(causal_lm_loss, logits, labels))
-            assert (kind, text.startswith(what), fix in text) == ("TypeError", True, True), text
-    kind, text = common_error(lambda: causal_lm_loss(sharded(whole), labels))
-    assert (kind, "Enter torch.distributed.tensor.parallel.loss_parallel()" in text) == ("ValueError", True), text
-    narrow = sharded(whole[..., : dist.get_world_size() - 1])
-    with loss_parallel():
-        kind, text = common_error(lambda: causal_lm_loss(narrow, labels))
-        assert (kind, "a part of the vocabulary on every rank" in text) == ("ValueError", True), text
-        kind, text = common_error(lambda: causal_lm_loss(sharded(whole), labels + 11))
-        assert (kind, "token indices in [0, 11)" in text) == ("ValueError", True), text
-        kind, text = common_error(lambda: causal_lm_loss(sharded(whole), sharded(labels, Replicate())))
-        assert (kind, text.startswith("labels: expected a plain tensor")) == ("TypeError", True), text
-        causal_lm_loss(sharded(whole), labels)

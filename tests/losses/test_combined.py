@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from functools import partial
 from typing import Any
 
@@ -119,22 +117,10 @@ def test_losses_of_torch_get_the_targets_they_need() -> None:
 
 
 def test_state_copies_and_pickles() -> None:
-    """A restart continues bit for bit: queues and weights. The file loads with ``weights_only``."""
+    """Of another number of parts, or with other names, nothing is loaded; test_savers.py restarts trainings."""
     loss = make()
     loss.weights = {"ap": 0.25, "ce": 1.0}
-    for step in range(2):
-        loss(*draw(ROWS, seed=step))
-    file = io.BytesIO()
-    torch.save(loss.state_dict(), file)
-    file.seek(0)
-    resumed = make()
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    twins = [resumed, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
-    for step in range(2, 5):
-        expected = loss(*draw(ROWS, seed=step))
-        assert [torch.equal(twin(*draw(ROWS, seed=step)), expected) for twin in twins] == [True] * 3
-    assert dict(resumed.weights) == {"ap": 0.25, "ce": 1.0}
-    twins[1].weights = {"ap": 1.0, "ce": 1.0}
+    copy.deepcopy(loss).weights = {"ap": 1.0, "ce": 1.0}
     assert loss.weights["ap"] == 0.25
     other = CombinedLoss({"ap": SmoothAPLoss(1, queue_size=4), "ce": BCEWithLogitsLoss()}, {"ap": 3, "ce": 3})
     with pytest.raises(ValueError, match="capacity"):  # a queue of other arguments: nothing has been loaded

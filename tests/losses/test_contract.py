@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss
+from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss, on_devices
 from on_ranks import on_ranks
 from refusals import BINARY, LOGITS, ONES, TARGETS, Refusal, T, V, ends, refused_rows
 from torch import Tensor, nn
@@ -139,18 +139,6 @@ def test_what_is_refused_at_the_forward(name: str) -> None:
     trusting(LOGITS, ends(TARGETS, 7))  # values are not looked at
     with pytest.raises(ValueError, match=r"^targets: expected"):  # metadata always is
         trusting(LOGITS, TARGETS[:3])
-
-
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if "temperature" in loss.arguments])
-def test_a_bad_value_set_later_is_refused(name: str) -> None:
-    """Where it is assigned, and nothing changes."""
-    module = LOSSES[name].first.make(num_classes=3, queue_size=8)
-    kept = module.temperature
-    for value in (-1.0, 0.0, NAN, 1e-38, 5e-324, "0.1"):
-        with pytest.raises(T if value == "0.1" else V, match=rf"^(\w+, )?temperature: expected .+, got .*{value}"):
-            module.temperature = value
-        assert module.temperature is kept
-    assert module(**LOSSES[name].first.arguments(LOGITS, TARGETS, BINARY)).isfinite()
 
 
 @pytest.mark.parametrize("name", [n for n, loss in LOSSES.items() if "gather_distributed" in loss.arguments])
@@ -286,14 +274,6 @@ def test_labels_of_a_language_model_are_not_looked_at_without_validation() -> No
         causal_lm_loss(TOKENS, labels, validate_args=False)
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_a_warning_points_at_the_line_that_calls_the_loss(name: str) -> None:
-    drawn = POOLED[name].first.make(num_classes=3, max_pool_size=6)
-    with pytest.warns(UserWarning, match="drawn down to max_pool_size=6") as caught:
-        nn.Sequential()(drawn(LOGITS, TARGETS))
-    assert [warning.filename for warning in caught] == [__file__]
-
-
 @pytest.mark.parametrize("odd", [-1, 2])
 @pytest.mark.parametrize("name", POOLED)
 def test_targets_of_one_class_are_0_and_1(name: str, odd: int) -> None:
@@ -384,7 +364,10 @@ def answers(loss: Callable[..., Tensor], logits: Tensor, targets: Tensor) -> lis
     return [value.detach(), logits.grad.flatten(), *([] if queue is None else [queue.checksum.clone()])]
 
 
-@pytest.mark.parametrize("name", [n for n, loss in LOSSES.items() if loss.kind in ("scores", "classes", "elements")])
+OF_TARGETS = [(n,) for n, loss in LOSSES.items() if loss.kind in ("scores", "classes", "elements")]
+
+
+@pytest.mark.parametrize(("name", "device"), on_devices(OF_TARGETS, OF_TARGETS[:1]), indirect=["device"])
 def test_targets_and_scores_of_every_form_are_those_of_integers(name: str, device: torch.device) -> None:
     """Scores of one class may lack the dimension of the classes."""
     for loss, scores, targets in cases_of(name, device):
@@ -407,24 +390,6 @@ def test_forms_of_pixels_elements_and_labels() -> None:
     assert torch.equal(softmax_focal(images, pixels[..., None].double()), softmax_focal(images, pixels))
     for given in (logits, logits[:, 0]):
         assert sigmoid_focal(given, targets.clamp_min(0), reduction="none").shape == given.shape
-
-
-@pytest.mark.parametrize("form", GIVEN)
-def test_a_warm_up_gives_the_losses_of_torch_what_they_need(form: str, device: torch.device) -> None:
-    logits, targets = binary_rows(device)
-    targets, convert = targets.clamp_min(0), GIVEN[form].of
-    blend = LossWarmupWrapper(nn.BCEWithLogitsLoss(), SmoothAPLoss(1), warmup_steps=1, blend_steps=1)
-    first, last = nn.BCEWithLogitsLoss()(logits, targets[:, None].double()), SmoothAPLoss(1)(logits, targets)
-    for given in (logits, logits[:, 0]):
-        for step, expected in enumerate((first, 0.5 * first + 0.5 * last, last)):
-            blend.on_train_batch_start(step)
-            assert torch.equal(blend(given, convert(targets)), expected)
-    several, classes = logits.reshape(20, 3), torch.arange(20, device=device) % 3
-    classes[::9] = IGNORED
-    wrapper = in_warmup(SmoothAPLoss(3))
-    assert torch.equal(wrapper(several, convert(classes)), nn.CrossEntropyLoss()(several, classes))
-    soft = torch.full_like(several, 1 / 3)
-    assert torch.equal(wrapper(several, soft), nn.CrossEntropyLoss()(several, soft))
 
 
 @on_ranks(2)
@@ -508,7 +473,7 @@ ASSIGNED = [
     (SmoothAPLoss, "reduction", "avg", "sum"),
     (SmoothAPLoss, "weighting", "queries", "positives"),
     (SmoothAPLoss, "max_pool_size", 0, 8),
-    (SmoothAPLoss, "temperature", -0.1, 0.1),
+    *((SmoothAPLoss, "temperature", bad, 0.1) for bad in (-0.1, NAN, 1e-38, "0.1")),
     (SmoothAPLoss, "gather_distributed", 1, False),
     (SmoothAPLoss, "gradient_reduction", 0, "sum"),
     (RecallAtQuantileLoss, "quantile", 5, 0.05),

@@ -71,9 +71,8 @@ def test_cross_entropy_ignores_as_torch_does(ignored: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-@pytest.mark.parametrize("weight", [None, "full", *(pytest.param(w, marks=pytest.mark.slow) for w in ("last", "one"))])
 @pytest.mark.parametrize(
-    "pos_weight", [None, "last", *(pytest.param(w, marks=pytest.mark.slow) for w in ("full", "one"))]
+    ("weight", "pos_weight"), [(None, None), ("full", "last"), ("last", None), ("one", "full"), (None, "one")]
 )
 def test_binary_cross_entropy_is_that_of_torch(kind: str, weight: str | None, pos_weight: str | None) -> None:
     shapes = [(7,), (7, 1), (5, 3), (4, 3, 2)]
@@ -232,17 +231,6 @@ def test_what_does_not_go_with_balanced_weights() -> None:
             BCEWithLogitsLoss(**{name: "balanced"})
         with pytest.raises(ValueError, match="class_weight: expected None next to weight or pos_weight"):
             BCEWithLogitsLoss(**{name: torch.ones(())}, class_weight="balanced")
-
-
-def test_the_least_losses_of_probabilities_in_the_place_of_logits() -> None:
-    """Of the page of troubleshooting: all probabilities are right, and 1 % of the rows are positives."""
-    targets, classes_of = (torch.arange(1000) % 100 == 0).long(), torch.arange(100) % 10
-    found = [
-        BCEWithLogitsLoss()(targets.double(), targets),
-        BCEWithLogitsLoss(class_weight="balanced")(targets.double(), targets),
-        CrossEntropyLoss()(nn.functional.one_hot(classes_of, 10).double(), classes_of),
-    ]
-    assert [round(float(loss), 2) for loss in found] == [0.69, 0.5, 1.46]
 
 
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "binary"])

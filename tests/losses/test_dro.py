@@ -18,7 +18,6 @@ from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
-over_scale = pytest.mark.parametrize("scale", [None, "iqr"])
 BAND = 0.7  # the rate to which the scale "band" reaches
 
 
@@ -46,21 +45,6 @@ FUNCTIONS = native.FUNCTIONS
 def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient."""
     return cases.step(dro, logits, targets, tilt=tilt, **options)
-
-
-@pytest.mark.parametrize("scale", [None, "iqr", "band"])
-def test_lambda_is_a_budget(scale: str | None) -> None:
-    """Small lambda gives the loss against the hardest negative, large lambda the mean over all; 1 is between."""
-    scores = torch.tensor([[1.0], [0.5], [-0.3], [0.9], [2.0]], dtype=torch.float64)
-    targets = torch.tensor([1, 0, 0, 0, 0])
-    low, high, edge = (torch.quantile(scores[1:, 0], q, interpolation="higher") for q in (0.25, 0.75, 1 - BAND))
-    width = {None: 1.0, "iqr": high - low, "band": scores[1:].max() - edge}[scale]
-    pairs = -torch.nn.functional.logsigmoid((scores[0] - scores[1:, 0]) / width)
-    options = {"tau_scale": scale, "beta": BAND}
-    assert_close(dro(scores, targets, 1e-9, **options), pairs.max(), rtol=1e-7, atol=0)
-    assert_close(dro(scores, targets, 1e9, **options), pairs.mean(), rtol=1e-7, atol=0)
-    one, tenth = (dro(scores, targets, tilt, **options) for tilt in (1.0, 0.1))
-    assert pairs.mean() < one < tenth < pairs.max()
 
 
 def test_it_is_the_default_and_solved_from_the_budget() -> None:
@@ -220,8 +204,9 @@ def by_definition(
     return tilt * torch.logsumexp(losses(own[:, None]) / tilt + of_rivals.log(), dim=1) @ shares, tilt
 
 
-@of_forms
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 300.0])
+@pytest.mark.parametrize(
+    ("form", "spread"), [*(("c", spread) for spread in (1e-3, 1.0, 30.0, 300.0)), ("powers", 30.0), ("pairs", 1.0)]
+)
 def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ties, of a row far above or far below, with weights and any number of rows; float32 rounds the gradient."""
     take(form, monkeypatch)
@@ -282,26 +267,7 @@ def test_rows_beyond_the_exponentials(form: str, monkeypatch: pytest.MonkeyPatch
 
 
 @of_forms
-@pytest.mark.parametrize("tilt", [1.0, 0.05, 0.3, 4.0])
-def test_float32_far_from_zero(tilt: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of 1e6 + N(0, 1), which float32 rounds to multiples of 1/16; the loss adds no error of its own."""
-    take(form, monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    logits = (1e6 + torch.randn(500, 1, generator=generator)).float()
-    targets = (torch.rand(500, generator=generator) < 0.1).long()
-    loss, gradient = with_gradient(logits, targets, tilt)
-    exact_loss, exact = with_gradient(logits.double(), targets, tilt)
-    assert (gradient - exact).norm() <= 2e-6 * exact.norm()
-    assert abs(loss - exact_loss) <= 2e-6 * exact_loss
-    naive = (logits / 1.3).double() * 1.3  # a control: scores divided before their difference is taken
-    assert (with_gradient(naive, targets, tilt)[1] - exact).norm() > 1e-4 * exact.norm()
-
-
-@of_forms
-@over_scale
-@pytest.mark.parametrize(
-    "tilt", [0.3, 0.25, *(pytest.param(tilt, marks=pytest.mark.slow) for tilt in (1.0, 0.05, 4.0))]
-)
+@pytest.mark.parametrize(("tilt", "scale"), [(0.3, None), (0.25, "iqr")])
 def test_infinite_scores(monkeypatch: pytest.MonkeyPatch, tilt: float, scale: str | None, form: str) -> None:
     """A row at the good end counts as one very far away; at the bad end the loss is infinite, with a finite slope."""
     take(form, monkeypatch)

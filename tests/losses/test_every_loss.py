@@ -30,12 +30,13 @@ def make_rows(count: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     return normal(count, 3), targets.masked_fill(torch.arange(count) % 5 == 2, IGNORED), torch.arange(count) % 4
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @over_forms
-def test_ignored_rows_are_removed_rows_whatever_they_hold(name: str, poison: float) -> None:
+def test_ignored_rows_are_removed_rows_whatever_they_hold(name: str) -> None:
     x, targets, queries = make_rows()
     kept = targets != IGNORED
-    loss, gradient = cases.step(FORMS[name].value, x.masked_fill(~kept[:, None], poison), targets, queries=queries)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=x.dtype)[torch.arange(len(x)) % 4]
+    poisoned = torch.where(kept[:, None], x, odd[:, None])
+    loss, gradient = cases.step(FORMS[name].value, poisoned, targets, queries=queries)
     expected, slopes = cases.step(FORMS[name].value, x[kept], targets[kept], queries=queries[kept])
     assert_close(loss, expected, rtol=1e-12, atol=1e-14)
     assert_close(gradient[kept], slopes, rtol=1e-12, atol=1e-14)
@@ -95,8 +96,7 @@ def test_nothing_to_average_gives_zero_and_zero_gradients(name: str) -> None:
     assert gradient.abs().max() <= 1e-15
 
 
-@pytest.mark.parametrize("offset", [0.0, 1000.0], ids=["centred", "far"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "offset"), [(torch.bfloat16, 1000.0), (torch.float16, 0.0)], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_half_precision_is_that_of_float32_rounded_once(name: str, dtype: torch.dtype, offset: float) -> None:
     if offset and name == "retrieval_automatic":

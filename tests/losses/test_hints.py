@@ -23,7 +23,7 @@ from fullrank import (
 from fullrank.losses import hints
 from fullrank.losses.hints import Copy
 
-ROWS = 200
+ROWS = 40
 
 
 def draw(seed: int, columns: int = 1, rows: int = ROWS) -> Tensor:
@@ -75,6 +75,10 @@ def test_a_misuse_warns_once_and_names_the_fix(device, make, steps, fix):
     (text,) = texts_of(make().to(device), 40, leaves.__getitem__, targets.to(device), **steps)
     assert fix in text
     assert text.startswith(("SmoothAPLoss: ", "PAUCAtBudgetLoss: "))
+    forget_hints()
+    if device.type == "cpu" and "PAUC" not in text:  # the control: without checks, and in eval mode
+        for quiet in (make(validate_args=False), make().eval()):
+            assert texts_of(quiet, 25, leaves.__getitem__, targets) == []
 
 
 @pytest.mark.parametrize(("make", "steps", "fix"), WARNED.values(), ids=WARNED)
@@ -102,29 +106,25 @@ def test_keys_that_are_the_queries_warn_once():
     assert texts_of(lambda rows, _: InfoNCELoss()(rows, rows.clone()), 3, lambda step: draw(step, 3)) == []
 
 
-@pytest.mark.parametrize(("make", "of_row"), QUEUES.values(), ids=QUEUES)
-@pytest.mark.parametrize("calls", [1, 8])
-def test_a_queue_that_is_made_in_every_step_warns_once(make, of_row, calls):
-    """The control: one queue, no queue, and a queue for more calls than those of a step."""
+@pytest.mark.parametrize(("kind", "calls"), [*((kind, 1) for kind in QUEUES), ("AP", 8)])
+def test_a_queue_that_is_made_in_every_step_warns_once(kind, calls):
+    """The control: no queue, and a queue for more calls than those of a step."""
+    make, of_row = QUEUES[kind]
 
-    def texts(make, calls):
+    def texts(calls, **options):
         forget_hints()
-        made = []
+        losses = []
 
         def call(scores, _):
-            if len(made) % calls == 0:
-                loss.append(make())
-            made.append(0)
-            return call_of(loss[-1], of_row)(scores, None)
+            losses.append(losses[-1] if len(losses) % calls else make(**options))
+            return call_of(losses[-1], of_row)(scores, None)
 
-        loss = []
-        return texts_of(call, 22 * calls, lambda step: draw(step, 3))
+        return texts_of(call, 21 * calls, lambda step: draw(step, 3))
 
-    (text,) = texts(make, calls)
+    (text,) = texts(calls)
     assert "a loss with a queue was constructed 20 times in a row" in text
-    assert texts(partial(make, queue_size=0), calls) == texts(make, calls=9) == []
-    loss = make()
-    assert texts(lambda: loss, calls) == []
+    assert texts(calls, queue_size=0) == []
+    assert calls == 1 or texts(9) == []
 
 
 @pytest.mark.parametrize(("make", "of_row"), QUEUES.values(), ids=QUEUES)
@@ -146,13 +146,6 @@ def test_training_in_eval_mode_with_a_queue_warns_once(make, of_row):
     assert "20 steps in a row were trained in eval mode" in text
     assert texts(20) == texts(use=torch.detach) == texts(trained=False) == texts(queue_in_eval=True) == []
     assert texts(queue_size=0) == texts(validate_args=False) == texts(mode=torch.no_grad) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "steps", "fix"), MISUSES.values(), ids=MISUSES)
-def test_nothing_warns_without_checks_or_in_eval(make, steps, fix):
-    assert texts_of(make(validate_args=False), 40, **steps) == []
-    assert texts_of(make().eval(), 40, **steps) == []
 
 
 RIGHT_USES = {
@@ -224,7 +217,7 @@ def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
         forget_hints()
         differing = [(column + rank) % 2 for column in alone[:-1]]  # targets or relevances
         of_row = [*differing, alone[-1] + shift]
-        texts = texts_of(call_of(make(), of_row), 25, lambda step: draw(100 * step + rank, 3))
+        texts = texts_of(call_of(make(), of_row), 20, lambda step: draw(100 * step + rank, 3))
         texts = [text for text in texts if "the labels on every rank" not in text]
         assert len(texts) == number
         assert all(fix in text for text in texts)
@@ -233,8 +226,6 @@ def test_a_pair_over_the_ranks_is_a_pair(rank, kind):
 # Loss, and what it is called with.
 POOLED = {
     "AP": (AP, (every(5),)),
-    "AP per query": (SmoothAPLoss, (EACH % 2, PAIRS)),
-    "NDCG": (NDCGLoss, (EACH,)),
     "NDCG per query": (NDCGLoss, (EACH, PAIRS)),
     "SupCon": (SupConLoss, (PAIRS,)),
     "Retrieval": (RetrievalSmoothAPLoss, (PAIRS,)),
@@ -276,13 +267,13 @@ def test_rows_that_all_ranks_share_warn_once(rank, kind):
     for number, columns, make_scores in cases:
         forget_hints()
         # A score that is 0 everywhere is a hint of its own, and so is a pool without a positive.
-        texts = [text for text in texts_of(call_of(make(), columns), 9, make_scores) if "the same rows" in text]
+        texts = [text for text in texts_of(call_of(make(), columns), 5, make_scores) if "the same rows" in text]
         assert len(texts) == number, (number, texts)
         assert all(f"every row is counted {world_size} times" in text for text in texts)
     assert texts_of(call_of(make(validate_args=False), of_row), 3, lambda step: draw(step, 3)) == []
     lone = make(group=dist.new_group([rank], use_local_synchronization=True), gradient_reduction=world_size)
     forget_hints()
-    texts = texts_of(call_of(lone, own), 9, lambda step: draw(step, 3))
+    texts = texts_of(call_of(lone, own), 5, lambda step: draw(step, 3))
     assert not any("the same rows" in text for text in texts)
 
 
@@ -309,7 +300,7 @@ def test_candidates_that_all_ranks_share_warn_once(rank, what):
         forget_hints()
         loss, step = calls_with_candidates(rank, 0, 2)[what][0](), iter(range(100))
         call = lambda x, _: calls_with_candidates(rank, seed(next(step)), count)[what][1](loss, x)  # noqa: E731
-        return texts_of(call, 9, lambda step: draw(100 * step + rank, 3))
+        return texts_of(call, 5, lambda step: draw(100 * step + rank, 3))
 
     (text,) = texts(lambda step: 0)
     assert f"ranks passed the same {what.split()[0]}, so" in text
@@ -347,15 +338,11 @@ def test_labels_that_number_the_rows_of_each_rank_warn_once(rank, kind):
         loss, step = make_loss(), iter(range(100))
         texts = texts_of(
             lambda x, _, loss=loss, step=step, labels=labels: call(loss, x, labels(next(step))),
-            9,
+            5,
             lambda step: draw(100 * step + rank, 3, count),
         )
         texts = [text for text in texts if "the labels on every rank are 0, 1, 2, ..." in text]
         assert len(texts) == number
-
-
-def test_a_network_before_its_training_may_score_between_0_and_1():
-    assert texts_of(SmoothAPLoss(1), 1, make_scores=lambda step: 0.3 + 0.05 * draw(step)) == []
 
 
 @pytest.mark.parametrize(

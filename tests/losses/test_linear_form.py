@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -198,21 +201,21 @@ class Largest(TorchDispatchMode):
 
 
 def largest(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
-    """Return the most elements of a tensor in forward and backward, of 1,200 tokens out of 5,000 words."""
+    """Return the most elements of a tensor in forward and backward, of 300 tokens out of 2,000 words."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (1200, 5000))
-    labels = torch.randint(0, 5000, (1, 1200), generator=generator)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (300, 2000))
+    labels = torch.randint(0, 2000, (1, 300), generator=generator)
     with Largest() as mode:
         loss(hidden[None], labels, weight).backward()
     return mode.most
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["plain", "all"])
 def test_no_tensor_is_larger_than_a_block_or_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control is the form with logits."""
     monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
-    assert largest(lambda h, y, w: causal_lm_loss(h, y, weight=w, **SETTINGS[name])) == 16 * 5000
-    assert largest(lambda h, y, w: causal_lm_loss(h @ w.T, y, **SETTINGS[name])) >= 1200 * 5000
+    assert largest(lambda h, y, w: causal_lm_loss(h, y, weight=w, **SETTINGS[name])) == 16 * 2000
+    assert largest(lambda h, y, w: causal_lm_loss(h @ w.T, y, **SETTINGS[name])) >= 300 * 2000
 
 
 @pytest.mark.slow
@@ -315,7 +318,7 @@ def test_log_probs_of_tokens(name: str, has_bias: bool) -> None:
 def test_log_probs_take_the_memory_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
     found = largest(lambda h, y, w: weighted(fullrank.token_log_probs(h, y, weight=w, **SCORES[name])))
-    assert found == 16 * 5000
+    assert found == 16 * 2000
 
 
 def test_log_probs_in_half_precision() -> None:
@@ -355,16 +358,21 @@ def test_log_probs_refuse(given: dict[str, Any], text: str) -> None:
 def spread(tensor: Tensor, *placements: Any) -> DTensor:
     """Return a tensor over all ranks, sharded on dim 0 or as ``placements`` say."""
     mesh = init_device_mesh("cpu", (1,) * (len(placements) - 1) + (dist.get_world_size(),))
-    return distribute_tensor(tensor.detach(), mesh, placements or [Shard(0)]).requires_grad_()
+    part = distribute_tensor(tensor.detach(), mesh, placements or [Shard(0)])
+    return part.requires_grad_(tensor.is_floating_point())
 
 
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SETTINGS][1:])])
-@on_ranks(2, 3)
-def test_a_weight_sharded_on_the_vocabulary(rank: int, name: str) -> None:
-    """11 words over the ranks, as in one process. The control is the loss of the words of one rank."""
+@on_ranks()
+def test_a_vocabulary_over_ranks(rank: int, name: str) -> None:
+    """11 words over the ranks, as in one process, from hidden states and from logits; also if no label counts.
+
+    The control is the loss of the words of one rank.
+    """
     (hidden, weight, bias), labels = make()
-    expected = define(F.linear(hidden, weight, bias), labels, **SETTINGS[name])
-    wanted = torch.autograd.grad(expected, [hidden, weight, bias])
+    logits = F.linear(hidden, weight, bias)
+    expected = define(logits, labels, **SETTINGS[name])
+    *wanted, of_logits = torch.autograd.grad(expected, [hidden, weight, bias, logits])
     parts = hidden.detach().requires_grad_(), spread(weight), spread(bias)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "LEAST_ROWS", 3)
@@ -376,6 +384,17 @@ def test_a_weight_sharded_on_the_vocabulary(rank: int, name: str) -> None:
         whole = part.grad.full_tensor() if isinstance(part, DTensor) else part.grad
         assert not isinstance(part, DTensor) or part.grad.placements == part.placements
         torch.testing.assert_close(whole, gradient, **LIMIT)
+    for targets, value, slopes in (labels, expected, of_logits), (labels * 0 - 100, expected * 0, of_logits * 0):
+        given = spread(logits.masked_fill((slopes == 0).all(-1, keepdim=True), torch.nan), Shard(-1))
+        with loss_parallel():
+            loss = causal_lm_loss(given, targets, **SETTINGS[name])
+            loss.backward()
+        assert type(loss) is Tensor
+        torch.testing.assert_close(loss, value, rtol=1e-12, atol=0)
+        assert given.grad.placements == given.placements
+        torch.testing.assert_close(given.grad.full_tensor(), slopes, **LIMIT)
+        with loss_parallel(), torch.no_grad():
+            assert causal_lm_loss(given, targets, **SETTINGS[name]) == loss
     own = parts[1].to_local().detach(), parts[2].to_local().detach()
     alone = causal_lm_loss(hidden, labels.where(labels < len(own[0]), -100), weight=own[0], bias=own[1])
     assert not torch.isclose(alone, expected)
@@ -383,7 +402,7 @@ def test_a_weight_sharded_on_the_vocabulary(rank: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
-@on_ranks(2, 3)
+@on_ranks()
 def test_log_probs_of_a_vocabulary_over_ranks(rank: int, name: str) -> None:
     (hidden, weight, bias), tokens = make()
     expected = scored(F.linear(hidden, weight, bias), tokens, SCORES[name])
@@ -404,12 +423,18 @@ def test_log_probs_of_a_vocabulary_over_ranks(rank: int, name: str) -> None:
 def test_other_dtensors(rank: int) -> None:
     """The ranks raise the same, and go on together."""
     (hidden, weight, bias), labels = make()
-    loss = partial(causal_lm_loss, hidden, labels)
-    mesh = "a plain tensor, or a DTensor sharded on dim 0, the vocabulary, over a mesh of one dimension"
+    loss, logits = partial(causal_lm_loss, hidden, labels), F.linear(hidden, weight)
+
+    def of(*placements: Any, words: int = SIZE, labels: Tensor = labels) -> Tensor:
+        return causal_lm_loss(spread(logits[..., :words], *placements), labels)
+
+    mesh = "over a mesh of one dimension"
+    of_weight = f"weight: expected a plain tensor, or a DTensor sharded on dim 0, the vocabulary, {mesh}"
+    whole = rf"sharded on the vocabulary {mesh}.*Use full_tensor\(\), or to_local\(\) where each rank holds whole"
     for call, kind, text in (
-        (partial(loss, weight=spread(weight, Replicate())), "TypeError", f"weight: expected {mesh}"),
-        (partial(loss, weight=spread(weight, Shard(1))), "TypeError", f"weight: expected {mesh}"),
-        (partial(loss, weight=spread(weight, Replicate(), Shard(0))), "TypeError", f"weight: expected {mesh}"),
+        (partial(loss, weight=spread(weight, Replicate())), "TypeError", of_weight),
+        (partial(loss, weight=spread(weight, Shard(1))), "TypeError", of_weight),
+        (partial(loss, weight=spread(weight, Replicate(), Shard(0))), "TypeError", of_weight),
         (partial(loss, weight=spread(weight[:1])), "ValueError", "expected a part of the vocabulary on every rank"),
         (partial(loss, weight=spread(weight), bias=bias), "TypeError", "bias: expected a DTensor, as weight"),
         (partial(loss, weight=weight, bias=spread(bias)), "TypeError", "bias: expected a Tensor, as weight"),
@@ -419,10 +444,19 @@ def test_other_dtensors(rank: int) -> None:
             "bias: expected placements",
         ),
         (lambda: causal_lm_loss(spread(hidden), labels, weight=weight), "TypeError", "hidden: expected a plain tensor"),
+        *((partial(of, placement), "TypeError", whole) for placement in (Shard(0), Shard(1), Replicate())),
+        (partial(of, Replicate(), Shard(2)), "TypeError", r"Use DTensor.from_local\(logits.to_local\(\), m, \[Shard"),
+        (partial(of, Shard(2)), "ValueError", r"Enter torch.distributed.tensor.parallel.loss_parallel\(\)"),
+        (partial(of, Shard(2), words=1), "ValueError", "a part of the vocabulary on every rank"),
+        (partial(of, Shard(2), labels=labels + SIZE), "ValueError", r"token indices in \[0, 11\)"),
+        (partial(of, Shard(2), labels=spread(labels, Replicate())), "TypeError", "labels: expected a plain tensor"),
     ):
-        found = common_error(call)
-        assert (found[0], text in found[1]) == (kind, True), found
+        with nullcontext() if "Enter" in text else loss_parallel():
+            found = common_error(call)
+        assert (found[0], bool(re.search(text, found[1]))) == (kind, True), (text, found)
     loss(weight=spread(weight))
+    with loss_parallel():
+        of(Shard(2))
 
 
 def test_a_padded_vocabulary_has_the_entropy_of_its_words() -> None:

@@ -107,10 +107,10 @@ INVARIANCES: dict[str, tuple[Callable[[Rows], Changed], bool, bool]] = {
 
 
 def marks_of(index: int, number: int) -> list[Any]:
-    """The fast tests have the first inputs, `make test` the second too and, of the others, one in turn."""
+    """The fast tests have the first inputs, and `make test` one of the others in turn."""
     if number == 0:
         return []
-    return [pytest.mark.slow if number == 1 or (index + number) % 3 == 0 else pytest.mark.full]
+    return [pytest.mark.slow if number == 1 + index % 4 else pytest.mark.full]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +318,17 @@ def test_rows_of_no_weight_do_not_count(name: str) -> None:
 
 
 @over_forms
+def test_weights_of_positives_alone(name: str) -> None:
+    """The control: the weights of all rows."""
+    case, options = INPUTS["binary"], {"weighting": "positives"}
+    rows = case.rows(weighted=True)
+    others = rows._replace(sample_weight=torch.where(rows.targets == 1, rows.sample_weight, 0.5))
+    expected, found = (run(name, case, given, **options) for given in (rows, others))
+    assert all(torch.equal(*both) for both in zip(found, expected))
+    assert not torch.equal(*(run(name, case, given)[0] for given in (rows, others)))
+
+
+@over_forms
 def test_equal_weights_are_none(name: str) -> None:
     """To the last bit. The control: weights that are nearly equal, and all but one or all of them 0."""
     case = INPUTS["classes"]
@@ -329,19 +340,6 @@ def test_equal_weights_are_none(name: str) -> None:
     nearly = torch.linspace(1, 1.001, case.num_rows, dtype=torch.float64)
     assert not torch.equal(run(name, case, rows._replace(sample_weight=nearly))[0], expected[0])
     assert run(name, case, rows._replace(sample_weight=nearly * 0))[0].isnan().all()
-
-
-@over_losses
-def test_no_live_rows_above_a_full_queue(name: str) -> None:
-    case, loss = INPUTS["classes"], POOLED[name]
-    past, empty = case.rows(0), cases.leaf(case.rows(1, num_rows=0))
-    module = case.module(loss.first, queue_size=100)
-    cases.call(module, past)
-    result = cases.call(module, empty)
-    result.backward()
-    assert_close(result, loss.reference(past, **loss.first.settings).loss, **SAME)
-    assert empty.logits.grad is not None
-    assert empty.logits.grad.shape == (0, 3)
 
 
 @pytest.mark.parametrize("budget_basis", ["fpr", "population"])
@@ -404,7 +402,7 @@ def test_max_pool_size(name: str) -> None:
     module, twin, resumed = (case.module(loss.first, queue_size=50, max_pool_size=40) for _ in range(3))
     with pytest.warns(UserWarning, match="max_pool_size=40") as caught:
         ours = [cases.call(module, rows).item() for rows in steps]
-    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [cases.__file__]  # of the line that calls the loss
     assert ours[:2] == [cases.call(twin, rows).item() for rows in steps[:2]]  # losses of one class warn once
     resumed.load_state_dict(twin.state_dict())
     assert ours[2:] == [cases.call(resumed, rows).item() for rows in steps[2:]]
@@ -461,8 +459,11 @@ def test_a_member_of_minus_infinity_lies_below_all_that_are_none() -> None:
         assert upper_levels(scores, scores < 9, [0.75], interpolation, weight=weight).base.item() == expected
 
 
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-@pytest.mark.parametrize("order", ["random", "sorted", "periodic", "ties", "constant", "infinite"])
+ORDERS = [("random", rule) for rule in INTERPOLATIONS]
+ORDERS += [(order, "linear") for order in ("sorted", "periodic", "ties", "constant", "infinite")]
+
+
+@pytest.mark.parametrize(("order", "interpolation"), ORDERS)
 def test_quantiles_bracketed_by_a_sample_are_the_same(
     order: str, interpolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

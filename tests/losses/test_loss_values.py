@@ -1,5 +1,7 @@
 """Values and gradients of every loss against the loop-written definitions, with controls that must fail."""
 
+import itertools
+
 import loss_cases as cases
 import pytest
 import reference
@@ -34,10 +36,10 @@ def _options(keep):
 
 
 def _in_turn(*values):
-    """All settings and inputs: with the first setting of a loss all ``values``, with the others one after another.
+    """Settings, inputs and values: with the first setting of a loss all values, with the others one after another.
 
-    In the fast tests the first setting has two inputs, and each other one of them in turn. Of the three inputs that are
-    left out there, each other setting has one in turn in `make test`, and all in `make full`.
+    The fast tests have the first setting with two inputs, and the others with one of them in turn; `make test` another
+    one in turn, and `make full` all.
     """
     firsts = dict(reversed(_settings(POOLED)))
     fast = ["binary", "multi_hot"]
@@ -45,11 +47,10 @@ def _in_turn(*values):
     for index, (name, setting) in enumerate(_settings(POOLED)):
         is_first = setting == firsts[name]
         for number, inputs in enumerate(INPUTS):
-            turn = values if is_first else [values[(index + number) % len(values)]]
-            if inputs in fast:
-                marks = [] if is_first or inputs == fast[index % 2] else [pytest.mark.slow]
-            else:
-                marks = [pytest.mark.slow if is_first or (index + number) % 3 == 0 else pytest.mark.full]
+            turn = values if is_first and inputs in fast else [values[(index + number) % len(values)]]
+            is_slow = inputs not in fast and (index + number) % 3 == 0
+            marks = [] if inputs == fast[index % 2] else [pytest.mark.slow if is_slow else pytest.mark.full]
+            marks = [] if is_first and inputs in fast else marks
             found += [pytest.param(name, setting, inputs, value, marks=marks) for value in turn]
     return found
 
@@ -72,7 +73,13 @@ def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
         assert len(module.queue) == len(past.logits)
 
 
-@pytest.mark.parametrize(("name", "setting", "inputs", "reduction"), _in_turn("mean", "sum", "none"))
+FUNCTIONAL = [pytest.param(*case.values, "cpu", marks=case.marks) for case in _in_turn("mean", "sum", "none")]
+FUNCTIONAL += cases.on_devices(
+    [], [(name, next(iter(loss.compared)), "binary", "none") for name, loss in POOLED.items()]
+)
+
+
+@pytest.mark.parametrize(("name", "setting", "inputs", "reduction", "device"), FUNCTIONAL, indirect=["device"])
 def test_functional(name, setting, inputs, reduction, device):
     loss, case = POOLED[name], INPUTS[inputs]
     settings = {key: value for key, value in loss.compared[setting].settings.items() if key in loss.of_function}
@@ -121,8 +128,14 @@ def test_a_class_without_positives_is_left_out(name, reduction):
         assert abs(result.loss.item() - result.per_class.nansum().item() / 3) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "setting"), _settings(SUMMED))
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+OF_ELEMENTS = [(*each, is_weighted) for each in _settings(SUMMED) for is_weighted in {True, each[1] == ""}]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "weighted", "device"),
+    cases.on_devices(OF_ELEMENTS, [(name, "weights", True) for name in SUMMED]),
+    indirect=["device"],
+)
 def test_sums_over_elements(name, setting, weighted, device):
     loss = SUMMED[name]
     refused = loss.own["reduction"].bad if "reduction" in loss.own else ()
@@ -152,9 +165,11 @@ def test_sigmoid_focal_weights_broadcast_over_trailing_dimensions(shape):
     assert_close(cases.losses.sigmoid_focal(logits, targets, sample_weight=weight), expected, **EXACT)
 
 
-@pytest.mark.parametrize("setting", POOLED["pauc"].compared)
-@pytest.mark.parametrize("inputs", ["classes", "multi_hot"])
-def test_pauc_diagnostics(inputs, setting):
+OF_PAUC = [*zip(POOLED["pauc"].compared, itertools.cycle(["classes", "multi_hot"]))]
+
+
+@pytest.mark.parametrize(("setting", "inputs"), OF_PAUC)
+def test_pauc_diagnostics(setting, inputs):
     loss, case = POOLED["pauc"], INPUTS[inputs]
     form = loss.compared[setting]
     module, past = case.module(form, queue_size=30), None

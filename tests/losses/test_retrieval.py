@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from reference import Rows
 from sklearn.metrics import average_precision_score
@@ -81,18 +79,18 @@ COSINES = {"rtol": 1e-12, "atol": 1e-13}
 REDUCTIONS = ["mean", "sum", "none"]
 
 over_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
-over_layouts = pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=[] if one == "ignored rows" else pytest.mark.slow) for one in LAYOUTS]
-)
 
 
 # --- rows grouped by indexes -----------------------------------------------------------------------------------------
 
 
-@over_reductions
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("weighted", "reduction", "device"),
+    cases.on_devices([(False, "mean"), (True, "none"), (True, "sum"), (True, "mean")], [(True, "none")]),
+    indirect=["device"],
+)
 def test_queries_equal_the_reference(weighted: bool, reduction: str, device: torch.device) -> None:
-    for seed in range(2 if device.type == "cpu" else 1):
+    for seed in range(2 if reduction == "none" else 1):
         rows, indexes = make_queries(seed, weighted=weighted)
         twin = cases.leaf(rows)
         rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
@@ -119,30 +117,34 @@ AREAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("area", AREAS)
-def test_areas_of_queries_equal_the_reference(area: str, weighted: bool, device: torch.device) -> None:
+OF_AREAS = [(area, True, "none") for area in AREAS]
+OF_AREAS += [("auc", False, "mean"), ("band", True, "sum"), ("dro", True, "mean")]
+
+
+@pytest.mark.parametrize(
+    ("area", "weighted", "reduction", "device"), cases.on_devices(OF_AREAS, OF_AREAS[2:4]), indirect=["device"]
+)
+def test_areas_of_queries_equal_the_reference(area: str, weighted: bool, reduction: str, device: torch.device) -> None:
     """With a mask of iid rows too. The control: the rows in one pool."""
-    for reduction in REDUCTIONS:
-        rows, indexes = make_queries(weighted=weighted)
-        rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3 if weighted else None)
-        twin = cases.leaf(rows)
-        rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
-        expected = reference.pauc_of_queries(twin, indexes, reduction=reduction, **AREAS[area])
-        options: dict[str, Any] = {"iid_mask": rows.iid_mask, "sample_weight": rows.sample_weight}
-        module = fullrank.PAUCAtBudgetLoss(1, reduction=reduction, **AREAS[area])
-        queries = indexes.to(device)
-        found = module(rows.logits, rows.targets, return_per_class=True, indexes=queries, **options)
-        assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
-        assert torch.equal(found.valid.cpu(), expected.valid)
-        theirs = cases.gradient(expected.loss, twin.logits)
-        assert bool(theirs.any())
-        options |= {"reduction": reduction, **AREAS[area]}
-        for loss in (found.loss, pauc_at_budget(rows.logits, rows.targets, indexes=queries, **options)):
-            assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
-            assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
-        alone = pauc_at_budget(rows.logits, rows.targets, **options)
-        assert reduction == "none" or abs(float(alone.detach()) - float(expected.loss.detach())) > 1e-3
+    rows, indexes = make_queries(weighted=weighted)
+    rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3 if weighted else None)
+    twin = cases.leaf(rows)
+    rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
+    expected = reference.pauc_of_queries(twin, indexes, reduction=reduction, **AREAS[area])
+    options: dict[str, Any] = {"iid_mask": rows.iid_mask, "sample_weight": rows.sample_weight}
+    module = fullrank.PAUCAtBudgetLoss(1, reduction=reduction, **AREAS[area])
+    queries = indexes.to(device)
+    found = module(rows.logits, rows.targets, return_per_class=True, indexes=queries, **options)
+    assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
+    assert torch.equal(found.valid.cpu(), expected.valid)
+    theirs = cases.gradient(expected.loss, twin.logits)
+    assert bool(theirs.any())
+    options |= {"reduction": reduction, **AREAS[area]}
+    for loss in (found.loss, pauc_at_budget(rows.logits, rows.targets, indexes=queries, **options)):
+        assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
+        assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
+    alone = pauc_at_budget(rows.logits, rows.targets, **options)
+    assert reduction == "none" or abs(float(alone.detach()) - float(expected.loss.detach())) > 1e-3
 
 
 def test_small_temperatures_give_the_auc_of_each_query() -> None:
@@ -287,34 +289,6 @@ def test_float32_and_sums_by_bins(monkeypatch: pytest.MonkeyPatch, kind: str) ->
         assert (gradient.double() - exact[1]).norm() <= limit * exact[1].norm()
 
 
-@pytest.mark.parametrize("limit", [1, 3 * 14 + 1])
-def test_embeddings_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    embeddings.requires_grad_()
-    outcomes = []
-    for chunk in (2**20, limit):
-        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(similarities_at_once=chunk))
-        for reduction in REDUCTIONS:
-            loss = retrieval_smooth_ap(embeddings, labels, temperature=0.1, reduction=reduction)
-            outcomes.append((loss.detach(), cases.gradient(loss, embeddings)))
-    for whole, parts in zip(outcomes[:3], outcomes[3:]):
-        assert_close(parts, whole, **COSINES)
-
-
-def test_a_mean_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sys.modules["fullrank.losses.embeddings.retrieval_queries"]
-    original, calls = kernel.smooth_ap_and_gradient, []
-    monkeypatch.setattr(kernel, "smooth_ap_and_gradient", lambda *given: calls.append(1) or original(*given))
-    embeddings, labels = make_embeddings("rows that are alone")
-    embeddings.requires_grad_()
-    for reduction, times in (("mean", 1), ("sum", 1), ("none", 2)):
-        calls.clear()
-        cases.gradient(retrieval_smooth_ap(embeddings, labels, reduction=reduction), embeddings)
-        assert len(calls) == times
-    with torch.no_grad():
-        assert not retrieval_smooth_ap(embeddings, labels).requires_grad
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_length_of_an_embedding_does_not_matter(scale: float) -> None:
     """In float32, where the squares of such lengths vanish or overflow. The gradient is along no embedding."""
@@ -330,19 +304,6 @@ def test_the_length_of_an_embedding_does_not_matter(scale: float) -> None:
     lengths = scaled.double().norm(dim=1) * gradient.double().norm(dim=1)
     assert (lengths > 1e-4).all()
     assert ((scaled.double() * gradient.double()).sum(dim=1).abs() <= 1e-5 * lengths).all()
-
-
-def test_an_embedding_of_zeros_is_orthogonal_to_all() -> None:
-    embeddings, labels = make_embeddings("unequal sizes")
-    embeddings[3] = 0
-    raised = torch.cat([embeddings, torch.zeros(14, 1, dtype=torch.float64)], dim=1)
-    raised[3, -1] = 1  # truly orthogonal to all others, and of length 1
-    zeros, raised = embeddings.requires_grad_(), raised.requires_grad_()
-    losses = [retrieval_smooth_ap(z, labels, temperature=0.1) for z in (zeros, raised)]
-    assert_close(losses[0], losses[1], **COSINES)
-    gradients = [torch.autograd.grad(loss, z)[0] for loss, z in zip(losses, (zeros, raised))]
-    assert_close(gradients[0], gradients[1][:, :-1], **COSINES)
-    assert gradients[0][3].any()
 
 
 class Step(NamedTuple):
@@ -367,12 +328,19 @@ def steps_of(layout: str) -> list[Step]:
     return steps
 
 
-@over_reductions
-@over_layouts
-def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str, device: torch.device) -> None:
+WAYS = [("ignored rows", reduction) for reduction in REDUCTIONS]
+WAYS += [(layout, REDUCTIONS[2 * (number % 2)]) for number, layout in enumerate([*LAYOUTS][:-1])]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduction", "device"), cases.on_devices(WAYS, [("ignored rows", "mean")]), indirect=["device"]
+)
+def test_embeddings_and_a_queue_equal_the_reference(
+    layout: str, reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over live and queued rows, of which the live ones are queries. The control: without the queue.
 
-    With ``"none"`` the queries weigh differently in the backward; with the others alike.
+    In blocks of a query in the last step. With ``"none"`` the queries weigh differently in the backward.
     """
     loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
     for step, (twin, labels, values) in enumerate(steps_of(layout)):
@@ -386,6 +354,8 @@ def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str,
         expected = {"none": expected, "sum": expected.nansum(), "mean": mean}[reduction]
         theirs = cases.gradient(expected, twin)
         assert bool(theirs.any())
+        if step == 2:
+            monkeypatch.setitem(TABLE, device.type, TABLE["cpu"]._replace(similarities_at_once=1))
         found = loss(embeddings, named, **given)
         alone = retrieval_smooth_ap(embeddings, named, temperature=0.1, reduction=reduction, **given)
         for value in (found,) if step else (found, alone):
@@ -393,9 +363,6 @@ def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str,
             assert_close(cases.gradient(value, embeddings).cpu(), theirs, **COSINES)
         if step:
             assert (alone - found).abs().nansum() > 1e-3
-    again = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
-    again.load_state_dict(loss.state_dict())
-    assert torch.equal(again(embeddings, named).nan_to_num(), loss(embeddings, named).nan_to_num())
     with pytest.raises(ValueError, match=r"expected shape \(N, 5\), as the queue"):
         loss(embeddings[:, :4], named)
 
@@ -411,25 +378,6 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
 
 
 # --- over ranks; tests/conformance has the promise ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "fewest", "collectives"), [("queries", 0, 1), ("retrieval", 1000, 1), ("retrieval", 0, 3)]
-)
-@on_ranks(2)
-def test_rows_travel_forward_alone(rank: int, name: str, fewest: int, collectives: int) -> None:
-    """Behind the header, and then the sums where each rank computes its own queries."""
-    loss = cases.FORMS[name].make(queue_size=24)
-    for step in range(3):
-        rows, labels = (column[5 * rank :] for column in make_embeddings("unequal sizes", step))
-        arguments = cases.FORMS[name].arguments(rows.requires_grad_(), labels)
-        with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest), CollectiveCounter() as forward:
-            value = loss(**arguments)
-        with CollectiveCounter() as backward:
-            value.backward()
-        assert backward.total == 0
-    assert forward.total == collectives
-    loss.queue.assert_synchronized()
 
 
 # The rows of each rank in three steps: queries, and the reference.
@@ -480,8 +428,7 @@ def test_a_reference_is_ranked_in_one_process(reduction: str) -> None:
     compare_with_reference(reduction)
 
 
-@over_reductions
-@pytest.mark.parametrize("fewest", [0, 1000])
+@pytest.mark.parametrize(("reduction", "fewest"), [("mean", 0), ("none", 0), ("sum", 1000)])
 @on_ranks()
 def test_a_reference_of_all_ranks_is_ranked(rank: int, reduction: str, fewest: int) -> None:
     """Where each rank computes its own queries, and where every rank computes all."""

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from loss_cases import CLASSES, FORMS, FUNCTIONS, OF_POOL, holds, normal
+from loss_cases import CLASSES, FORMS, FUNCTIONS, OF_POOL, holds, normal, slowly
 from on_ranks import on_ranks
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*torch.jit.script"),
 ]
 
-over_functions = pytest.mark.parametrize("name", FUNCTIONS)
+FULL = pytest.mark.full
+over_functions = pytest.mark.parametrize("name", [*slowly(FORMS, FULL), "sigmoid_sums"])
 NO_TRANSFORM = r"expected backward\(\) or torch\.autograd\.grad, got a transform"
 
 
@@ -65,7 +66,11 @@ def module_of(name: str) -> Callable[[Tensor], Tensor]:
 MODULES = [name for name, form in FORMS.items() if form.is_first and form.is_function and form.loss.module]
 over_both = pytest.mark.parametrize(
     ("name", "function"),
-    [*FUNCTIONS.items(), *(pytest.param(name, module_of(name), id=f"{name} module") for name in MODULES)],
+    [
+        *(pytest.param(*name.values, FUNCTIONS[name.values[0]], marks=name.marks) for name in slowly(FORMS, FULL)),
+        ("sigmoid_sums", FUNCTIONS["sigmoid_sums"]),
+        *(pytest.param(name, module_of(name), id=f"{name} module") for name in MODULES),
+    ],
 )
 
 
@@ -83,7 +88,7 @@ def test_meta_tensors_have_shapes(name: str, function: Callable[[Tensor], Tensor
         check_meta(function)
 
 
-@pytest.mark.parametrize("name", OF_POOL)
+@pytest.mark.parametrize("name", slowly(OF_POOL, FULL))
 def test_a_queue_and_a_drawn_pool_of_meta_tensors(name: str) -> None:
     """No row enters the queue, and no temperature is found."""
     loss = FORMS[name].make(num_classes=3, queue_size=8, max_pool_size=30, validate_args=False)
@@ -134,7 +139,7 @@ def test_what_a_kernel_cannot_do_is_refused_in_one_sentence(name: str) -> None:
             assert {*outcomes} == {"none"}
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", slowly(FORMS, FULL))
 def test_a_batch_of_any_argument_is_right_or_refused_in_one_sentence(name: str) -> None:
     form, x = FORMS[name], normal(12, 8)[:, : max(3, FORMS[name].columns)]
     given = form.arguments(x, CLASSES[:12])

@@ -152,22 +152,6 @@ def test_the_loss_of_each_phase() -> None:
     assert more == "more"
 
 
-@pytest.mark.parametrize("temperatures", [{}, {"temp_start": 0.05, "temp_end": 0.005}], ids=["automatic", "decay"])
-@pytest.mark.parametrize("saved_at", [2, 5, 9], ids=["warmup", "blend", "after"])
-def test_resuming_continues_as_if_never_stopped(saved_at: int, temperatures: dict[str, float]) -> None:
-    def build() -> LossWarmupWrapper:
-        return wrapper_of(warmup_steps=4, blend_steps=3, temp_decay_steps=8, **temperatures)
-
-    straight, first, second = list(course(build(), range(12))), build(), build()
-    list(course(first, range(saved_at)))
-    second.load_state_dict(first.state_dict())
-    assert (second.in_warmup, second.main_weight) == (first.in_warmup, first.main_weight)
-    assert list(course(second, range(saved_at, 12))) == straight[saved_at:]
-    third = build()
-    third.load_state_dict(wrapper_of(main_loss=Recorder(), warmup_steps=4).state_dict(), strict=False)  # without one
-    assert third.main_loss.temperature is None
-
-
 # --- what reaches the two losses -------------------------------------------------------------------------------------
 
 
