@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,6 @@ from loss_cases import FORMS, FUNCTIONS
 from torch import Tensor
 
 from fullrank.kernels import native, registration
-from fullrank.kernels import registration as precision
 from fullrank.kernels.registration import full_products
 
 ROWS = 300
@@ -29,27 +30,25 @@ def rows(columns: int) -> Tensor:
     return torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
+NEWER: list[Any] = [torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+SETTINGS = ["high", "medium", "mkldnn", "everything"]
 LOSSES = {name: form for name, form in FORMS.items() if form.loss.kind in ("scores", "embeddings", "pairs")}
 
 
 @contextmanager
 def products_by(setting: str) -> Iterator[None]:
     """Lower the precision of float32 products, through the older setting or the newer ones, and restore it."""
-    newer = [torch.backends, getattr(torch.backends.mkldnn, "matmul", None), torch.backends.cuda.matmul]
-    newer = [owner for owner in newer if hasattr(owner, "fp32_precision")]  # from torch 2.9 on
     try:
-        for owner in newer:
+        for owner in NEWER:
             owner.fp32_precision = "none"
         if setting in ("high", "medium"):
             torch.set_float32_matmul_precision(setting)
-        elif not newer:
-            pytest.skip("torch.backends.fp32_precision came with torch 2.9")
         else:
-            newer[setting == "mkldnn"].fp32_precision = "bf16"
+            NEWER[setting == "mkldnn"].fp32_precision = "bf16"
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
-        for owner in newer:
+        for owner in NEWER:
             owner.fp32_precision = "none"
 
 
@@ -68,16 +67,14 @@ def value_and_gradient(name: str) -> tuple[Tensor, Tensor]:
 
 def current() -> tuple[object, ...]:
     """Return every setting of the precision of float32 products."""
-    newer = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None), torch.backends)
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = "mixed"
-    return older, *(getattr(setting, "fp32_precision", None) for setting in newer)
+    return older, *(setting.fp32_precision for setting in NEWER)
 
 
-@pytest.mark.parametrize("setting", ["high", "medium", "mkldnn", "everything"])
-@pytest.mark.parametrize("name", [*LOSSES, "sigmoid_sums"])
+@pytest.mark.parametrize(("name", "setting"), [*zip([*LOSSES, "sigmoid_sums"], itertools.cycle(SETTINGS))])
 def test_no_bit_is_changed(name: str, setting: str) -> None:
     plain = value_and_gradient(name)
     with products_by(setting):
@@ -100,7 +97,7 @@ def test_control_unguarded_products_are_rounded() -> None:
     assert not torch.equal(rounded[1], plain[1])
 
 
-@pytest.mark.parametrize("setting", ["high", "medium", "mkldnn", "everything"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_products_are_full_inside_the_kernels(setting: str) -> None:
     """Whatever the hardware makes of the setting: it is full precision at each product."""
     seen: list[bool] = []
@@ -108,7 +105,7 @@ def test_products_are_full_inside_the_kernels(setting: str) -> None:
     class Recorder(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func is torch.Tensor.matmul or func is torch.Tensor.__matmul__:
-                seen.append(precision._calls > 0)
+                seen.append(registration._calls > 0)
             return func(*args, **(kwargs or {}))
 
     with products_by(setting), Recorder():

@@ -6,15 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from loss_cases import FUNCTIONS, OF_POOL, normal
+from loss_cases import FORMS, FUNCTIONS, OF_POOL, normal, slowly
 from torch import Tensor
 from torch._subclasses.fake_utils import CrossRefFakeMode
 
 pytestmark = pytest.mark.slow
 
 REFUSED = "a ranking loss: expected a first derivative, got a second one"
-BOTH = ["smooth_ap", "sigmoid_sums"]  # the kernels are registered alike: the others run in `make full`
-OTHERS = [name for name in OF_POOL if name not in BOTH]
+BOTH = ["smooth_ap", pytest.param("sigmoid_sums", marks=pytest.mark.full)]  # the kernels are registered alike
+OTHERS = [name for name in OF_POOL if name != "smooth_ap"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_penalty_asked_for_the_inputs_alone(form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the comparison reads
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*slowly(FORMS, pytest.mark.full), "sigmoid_sums"])
 def test_the_compiler_knows_the_shapes_and_dtypes_of_what_kernels_return(name: str) -> None:
     """Of forward and backward, each operator next to the one that stands for it."""
     leaf = scores()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels
 from fullrank.large import selection
 from fullrank.large.selection import Selected, select_levels
 
+KINDS = ["normal", "tied", "zeros", "wide", "not finite", "ends"]
 FRACTIONS = [0.005, 0.5, 0.1, 0.9, 0.0, 1.0, 1 / 3]
 
 
@@ -52,8 +54,7 @@ def of_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite", "ends"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("kind", "masked"), [*zip(KINDS, itertools.cycle([False, True]))])
 def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bool) -> None:
     for num_classes in (1, 3):
         scores = scores_of(kind, num_classes, dtype)
@@ -74,10 +75,7 @@ def test_equal_to_the_quantiles_of_all(kind: str, dtype: torch.dtype, masked: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", ["normal", "tied", "zeros", "wide", "not finite", "ends"])
-@pytest.mark.parametrize(
-    "fraction", [0.005, 0.7, *(pytest.param(fraction, marks=pytest.mark.slow) for fraction in (0.25, 0.5, 0.9))]
-)
+@pytest.mark.parametrize(("kind", "fraction"), [*zip(KINDS, itertools.cycle([0.005, 0.7, 0.5]))])
 def test_one_quantile(kind: str, dtype: torch.dtype, fraction: float) -> None:
     """Two comparisons say which scores share its first digit."""
     for num_classes in (1, 3):

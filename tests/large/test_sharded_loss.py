@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,8 +95,7 @@ CHANGES: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("form", ["", "sums", "moments"])
+@pytest.mark.parametrize(("change", "form"), [("a draw", ""), ("dro", "sums")])
 @on_ranks()
 def test_a_setting_that_changes_on_one_rank_raises_on_all(rank: int, change: str, form: str) -> None:
     """In the first step and in the second; the state stays, and the next step is that of a run without the change."""
@@ -203,7 +199,8 @@ def test_all_ranks_take_one_form_on_both_sides_of_the_boundary(rank: int, name: 
 
     layouts = [[1, *[0] * (world_size - 1)], [0] * (world_size - 1) + [1], list(range(1, 2 * world_size, 2))]
     layouts.append([1] + [40] * (world_size - 1))
-    few, many = 1_000, 60_000  # bisect the number of rows
+    edge = 4 * NUMBERS[name] // 3
+    few, many = edge - 8, edge + 8  # bisect the number of rows
     assert of(few, layouts[2])[0] == "gather"
     assert of(many, layouts[2])[0] == "sums"
     while many - few > 1:
@@ -301,37 +298,15 @@ def test_the_loss_of_each_class_is_returned(rank: int, form: str) -> None:
 # State and settings
 
 
-def test_state_copies_and_pickles() -> None:
-    sharded = ShardedLoss(KINDS["recall"](3))
+def test_its_state_is_that_of_the_loss() -> None:
+    """tests/integrations/test_savers.py restarts trainings."""
+    sharded, plain = ShardedLoss(KINDS["recall"](3)), KINDS["recall"](3)
     sharded.loss.temperature = 0.7
-    plain = KINDS["recall"](3)
     plain.load_state_dict({name.removeprefix("loss."): value for name, value in sharded.state_dict().items()})
     assert plain.temperature == 0.7
-    file = io.BytesIO()
-    torch.save(sharded.state_dict(), file)
-    file.seek(0)
-    resumed = ShardedLoss(KINDS["recall"](3))
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    for twin in (resumed, copy.deepcopy(sharded), pickle.loads(pickle.dumps(sharded))):
-        assert twin.loss is not sharded.loss
-        assert twin.temperature == 0.7
-        assert torch.equal(twin(*draw(40, 3)), sharded(*draw(40, 3)))
-        assert repr(twin) == repr(sharded)
     assert repr(sharded).startswith("ShardedLoss(\n  (loss): RecallAtQuantileLoss(\n    num_classes=3, quantile=0.1")
-    resumed.load_state_dict(ShardedLoss(KINDS["recall"](3)).state_dict())  # without a temperature: the constructor's
-    assert resumed.temperature == KINDS["recall"](3).temperature != 0.7
-
-
-@on_ranks(2)
-def test_copies_and_pickles_over_ranks(rank: int) -> None:
-    sharded = ShardedLoss(KINDS["smooth_ap"](group=dist.new_group()))
-    with forced("moments"):
-        expected = take_step(sharded, *draw(40 + rank, seed=rank))
-        assert all(map(torch.equal, take_step(copy.deepcopy(sharded), *draw(40 + rank, seed=rank)), expected))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a pickle has no group
-            twin = pickle.loads(pickle.dumps(sharded))
-            assert all(map(torch.equal, take_step(twin, *draw(40 + rank, seed=rank)), expected))
+    sharded.load_state_dict(ShardedLoss(KINDS["recall"](3)).state_dict())  # without a temperature: the constructor's
+    assert sharded.temperature == KINDS["recall"](3).temperature != 0.7
 
 
 def test_modes_and_settings_are_those_of_the_loss() -> None:

@@ -233,8 +233,13 @@ for _alpha, _beta in ((0, 0.005), (0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.05, 0.3),
         )
 
 
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("name", VALUES)
+OF_VALUES = [(name, kind) for name in VALUES for kind in ("random", "tied", "steps")]
+OF_VALUES += itertools.product(
+    ("recall 0.030 linear", "pauc 0.05-0.3 fpr"), ("equal", "float32", "float16", "bfloat16")
+)
+
+
+@pytest.mark.parametrize(("name", "kind"), OF_VALUES)
 def test_the_value_is_that_of_the_reference(name, kind):
     """Half precision is kept as float32, which ties no further scores."""
     make, reference = VALUES[name]
@@ -451,9 +456,7 @@ def test_what_is_refused_is_what_the_loss_refuses(kind, loss):
     [
         (RecallAtQuantile, {"average": "micro"}, "average: expected 'macro' or None, got 'micro'"),
         (PAUCAtBudget, {"unheard_of": 1}, "unheard_of"),
-        (RecallAtQuantile, {"quantile": 5}, r"quantile: .* got 5\. 5 % is 0\.05\.$"),
         (PAUCAtBudget, {"alpha": 1, "beta": 2.5}, r"alpha, beta: .* got \(1, 2\.5\)\. 2\.5 % is 0\.025\.$"),
-        (PAUCAtBudget, {"alpha": 0.5, "beta": 0.5}, "alpha, beta: expected 0 <= alpha < beta <= 1"),
     ],
 )
 def test_bad_arguments(kind, arguments, text):
@@ -514,16 +517,6 @@ def test_multi_hot_targets_are_one_binary_problem_for_each_class(dtype):
         assert not torch.allclose(other.compute(), by_class)
     with pytest.raises(ValueError, match=r"targets: expected multi-hot shape \(90, 3\)"):
         multi.update(logits, targets[:, 0])
-
-
-def test_odd_binary_targets_raise_as_in_the_losses():
-    scores, targets = _binary("random")
-    for kind in (RecallAtQuantile, PAUCAtBudget):
-        metric = kind(1)
-        with pytest.raises(ValueError, match="target: expected 0, 1 or ignore_index=-100, got 5"):
-            metric.update(preds=scores[:, None], target=targets * 5)
-        metric.update(scores[:, None], targets)
-        _close(metric.compute(), _value(kind(1), scores, targets))
 
 
 # --- distributed -----------------------------------------------------------------------------------------------------
@@ -625,7 +618,7 @@ def test_weighted_rates_are_those_of_scikit_learn_and_of_repeated_rows(basis):
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_weighted_recall_is_that_of_its_definition(interpolation):
     """And that of scikit-learn at the threshold; at most the share q of the weight is strictly above it."""
-    for seed, q in itertools.product(range(5), (0.05, 0.21, 0.5, 0.9)):
+    for seed, q in enumerate((0.05, 0.21, 0.5, 0.9)):
         logits, targets, weights = weighted_rows(seed, high=9)
         scores, masses = logits[:, 0].tolist(), weights.tolist()
         pairs = [pair for pair in zip(scores, masses) if pair[1]]
@@ -689,25 +682,20 @@ AREAS = {
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("band", AREAS)
-@on_ranks()
-def test_areas_of_queries_are_those_of_scikit_learn(rank, band, weighted):
-    """One process in two updates, and uneven ranks, of which one has no rows. The control: one pool."""
+def test_areas_of_queries_are_those_of_scikit_learn(band, weighted):
+    """In two updates; tests/conformance spreads them over ranks. The control: one pool."""
     scores, targets, indexes, weights = rows = queried_rows(weighted)
     expected = by_queries(AREAS[band], *rows)
     assert 1 < expected.isnan().sum() < 20
-    cuts = [[0, 0, len(scores)], [0, 101, 101, len(scores)]][dist.get_world_size() - 2]
     for average, value in ((None, expected), ("macro", expected.nanmean())):
-        alone, spread = (PAUCAtBudget(1, *band, average=average, sync_on_compute=sync) for sync in (False, True))
-        for metric, parts in ((alone, [0, 101, len(scores)]), (spread, cuts[rank : rank + 2])):
-            for start, end in itertools.pairwise(parts):
-                weight = None if weights is None else weights[start:end]
-                part = (one[start:end] for one in rows[:2])
-                if start < end:
-                    metric.update(*part, indexes=indexes[start:end], sample_weight=weight)
-            torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=1e-13, equal_nan=True)
-        pool = PAUCAtBudget(1, *band, sync_on_compute=False)
-        pool.update(scores, targets, sample_weight=weights)
-        assert average is None or abs(pool.compute() - value) > 1e-3
+        metric = PAUCAtBudget(1, *band, average=average)
+        for part in (slice(0, 101), slice(101, None)):
+            weight = None if weights is None else weights[part]
+            metric.update(scores[part], targets[part], indexes=indexes[part], sample_weight=weight)
+        torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=1e-13, equal_nan=True)
+    pool = PAUCAtBudget(1, *band)
+    pool.update(scores, targets, sample_weight=weights)
+    assert abs(pool.compute() - value) > 1e-3
 
 
 def hits_of(scores, targets):
@@ -740,35 +728,28 @@ RANKERS = {  # a metric, its value of one query, and the metric of torchmetrics
 
 
 @pytest.mark.parametrize("name", RANKERS)
-@on_ranks()
-def test_rankings_of_queries_are_those_of_loops_and_of_scikit_learn(rank, name):
-    """Uneven ranks with parts of queries, of which one has no rows, with ties. Without ties those of torchmetrics."""
+def test_rankings_of_queries_are_those_of_loops_and_of_scikit_learn(name):
+    """In two updates with parts of queries, with ties. Without ties those of torchmetrics. The control: one query."""
     make, of_query, theirs = RANKERS[name]
     scores, targets, indexes, _ = queried_rows(False)
-    targets = (
-        targets * (1 + indexes % 3 + torch.arange(len(targets)) % 2) if name.startswith(("ndcg", "exp")) else targets
-    )
-    cuts = [[0, 0, len(scores)], [0, 101, 101, len(scores)]][dist.get_world_size() - 2]
-    own = slice(cuts[rank], cuts[rank + 1])
+    if name.startswith(("ndcg", "exp")):
+        targets = targets * (1 + indexes % 3 + torch.arange(len(targets)) % 2)
     for x in (scores, scores + torch.linspace(0, 0.1, len(scores))):
         parts = [(x[indexes == query].numpy(), targets[indexes == query].numpy()) for query in indexes.unique()]
         values = [of_query(*part) if part[1].any() else math.nan for part in parts]
         expected = torch.tensor(values, dtype=torch.float64)
         assert 0 < expected.isnan().sum() < 20
         for average, value in ((None, expected), ("macro", expected.nanmean())):
-            spread, alone = make(average=average), make(average=average, sync_on_compute=False)
-            if own.stop > own.start:
-                spread.update(x[own], targets[own], indexes[own])
+            metric = make(average=average)
             for part in (slice(0, 77), slice(77, None)):
-                alone.update(x[part, None], targets[part], indexes[part])
-            for metric in (spread, alone):
-                torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=0.0, equal_nan=True)
+                metric.update(x[part, None], targets[part], indexes[part])
+            torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=0.0, equal_nan=True)
     if theirs is not None:
-        theirs = theirs(empty_target_action="skip", sync_on_compute=False)
+        theirs = theirs(empty_target_action="skip")
         theirs.update((x / 10).sigmoid().double(), targets, indexes)
         assert float(theirs.compute()) == pytest.approx(float(expected.nanmean()), rel=1e-6)  # theirs is float32
-    one = make(sync_on_compute=False)
-    one.update(x, targets)  # the control: one query
+    one = make()
+    one.update(x, targets)
     assert name == "recall" or abs(one.compute() - expected.nanmean()) > 1e-2
 
 
