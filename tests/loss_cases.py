@@ -629,7 +629,7 @@ ROWS = (
             ("document_ids", {"document_ids": torch.zeros(1, 8).long()}, "Labels that were shifted before"),
             ("logits", {"logits": torch.zeros(4), "labels": torch.tensor(0)}, ""),
         ],
-        left_out={"reference": "test_causal_lm.py compares it, token by token."},
+        left_out={"reference": "test_linear_form.py compares it, token by token."},
     ),
     Loss(
         "combined",

@@ -47,33 +47,6 @@ def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: objec
     return cases.step(dro, logits, targets, tilt=tilt, **options)
 
 
-def test_it_is_the_default_and_solved_from_the_budget() -> None:
-    rows = INPUTS["binary"].rows()
-    module = PAUCAtBudgetLoss(1)
-    assert module.current_hardness is None
-    default = module(rows.logits, rows.targets)
-    assert torch.equal(pauc_at_budget(rows.logits, rows.targets, beta=0.005), default)
-    assert torch.equal(dro(rows.logits, rows.targets, module.current_hardness), default)
-    for changed in ({"tau_scale": "iqr"}, {"tau_scale": "band", "beta": BAND}, {"beta": 0.5}, {"dro_lambda": 1.0}):
-        assert not torch.equal(pauc_at_budget(rows.logits, rows.targets, **changed), default)
-    given = PAUCAtBudgetLoss(1, dro_lambda=0.3)
-    given(rows.logits, rows.targets)
-    assert given.current_hardness == 0.3
-    assert PAUCAtBudgetLoss(1, surrogate="pairwise").current_hardness is None
-
-
-def test_recall_has_the_same_soft_maximum_without_a_mask() -> None:
-    rows = INPUTS["classes"].rows(weighted=True)
-    mask = torch.arange(len(rows.targets)) % 3 > 0
-    given = {"sample_weight": rows.sample_weight}
-    value, gradient = cases.step(RecallAtQuantileLoss(3, 0.1), rows.logits, rows.targets, iid_mask=mask, **given)
-    expected, of_rows = cases.step(PAUCAtBudgetLoss(3, beta=0.1), rows.logits, rows.targets, **given)
-    assert torch.equal(value, expected)
-    assert torch.equal(gradient, of_rows)
-    masked, _ = cases.step(PAUCAtBudgetLoss(3, beta=0.1), rows.logits, rows.targets, iid_mask=mask, **given)
-    assert not torch.equal(masked, expected)  # control
-
-
 def test_a_temperature_makes_it_the_smooth_recall() -> None:
     """One that is given, assigned or loaded, unless the surrogate is named."""
     rows, smooth = INPUTS["binary"].rows(), RecallAtQuantileLoss(1, temperature=0.1, surrogate="sigmoid")
@@ -110,6 +83,7 @@ def test_the_share_that_counts_is_the_budget() -> None:
     for module in ends:
         module(scores, targets)
     assert [module.current_hardness for module in ends] == [1 / 12, 1.0]
+    assert PAUCAtBudgetLoss(1).current_hardness is PAUCAtBudgetLoss(1, surrogate="pairwise").current_hardness is None
 
 
 @of_budgets
