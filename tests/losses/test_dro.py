@@ -18,7 +18,6 @@ from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
-BAND = 0.7  # the rate to which the scale "band" reaches
 
 
 def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -> Tensor:
