@@ -430,7 +430,7 @@ def test_other_dtensors(rank: int) -> None:
 
     mesh = "over a mesh of one dimension"
     of_weight = f"weight: expected a plain tensor, or a DTensor sharded on dim 0, the vocabulary, {mesh}"
-    whole = rf"sharded on dim 2, the vocabulary, {mesh}.*Use full_tensor\(\), or to_local\(\) where each rank holds whole"
+    whole = rf"sharded on dim 2, the vocabulary, {mesh}.*Use full_tensor\(\), or to_local\(\) where each rank"
     for call, kind, text in (
         (partial(loss, weight=spread(weight, Replicate())), "TypeError", of_weight),
         (partial(loss, weight=spread(weight, Shard(1))), "TypeError", of_weight),
