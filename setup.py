@@ -18,6 +18,8 @@ FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-
 STRIP = {"linux": ["-Wl,-s"], "darwin": ["-Wl,-x"]}  # by the linker, because the record has the size of the library
 
 RECORD = ".record"
+PASSES = ["smooth_ap", "smooth_ap_of_rows", "ndcg", "soft_maximum", "unit_rows", "unit_gradient"]
+PASSES += ["moments", "evaluate", "rates"]  # of bins
 
 
 class BuildLibrary(build_ext):
@@ -73,11 +75,7 @@ library = Extension(
     depends=[f"kernels/native/{name}.inc" for name in ("bins", "pairs", "rows", "soft_maximum")],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     extra_link_args=STRIP.get(sys.platform, []),
-    export_symbols=[
-        f"{name}_float{bits}"
-        for name in ("smooth_ap", "smooth_ap_of_rows", "ndcg", "soft_maximum", "moments", "evaluate", "rates")
-        for bits in (32, 64)
-    ],
+    export_symbols=[f"{name}_float{bits}" for name in PASSES for bits in (32, 64)],
     optional=True,  # without a compiler torch computes the same
 )
 config = ConfigParser()

@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import native
 from .costs import costs_of
 
 MOST_EMPTY = 4096  # coarse bins that a class may always have, however few rows there are per bin
@@ -169,6 +171,60 @@ def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
         position = position + (position >= left) * bins.window
         index[outside] = position * bins.fine + (rounded - coarse * bins.fine).to(torch.int64)
     return index, u
+
+
+class Line(NamedTuple):
+    """Rows on the line of the bins."""
+
+    bins: Bins
+    scores: Tensor  # [C, M]
+    member: Tensor | None = None  # [C, M] bool, the rows that take part; None for all. The others are in an extra bin
+    places: tuple[Tensor, Tensor] | None = None  # what `locate` returns for all; None if they are too many to keep
+
+    def located(self) -> Line:
+        """Return the line with its places."""
+        return self._replace(places=self._locate(slice(None), slice(None)))
+
+    def _locate(self, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        index, u = locate(self.bins, self.scores[classes, rows], classes)
+        if self.member is not None:
+            index = index.masked_fill_(~self.member[classes, rows], self.bins.num_fine)
+        return index, u
+
+    def _chunks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Yield slices of classes and of rows with their bins and the positions in these, (c, m) each."""
+        if self.places is not None:
+            yield slice(None), slice(None), *self.places
+            return
+        for c, m in chunks(self.scores):
+            yield c, m, *self._locate(c, m)
+
+    def is_read_in_c(self, weight: Tensor | None) -> bool:
+        """Return whether C reads the rows, with ``weight``; not where their places are known."""
+        is_possible = self.places is None and self.bins.outside is None
+        return is_possible and native.is_usable(self.scores, self.member, weight)
+
+    def moments(self, p: int, weight: Tensor | None = None) -> Tensor:
+        """Return the moments of the rows (p, C, B F + 1) float64, each times its ``weight`` (C, M)."""
+        if self.is_read_in_c(weight):
+            return native.moments(self.scores, self.member, *self.bins.numbering, self.bins.num_fine, p, weight=weight)
+        size = self.bins.num_fine + 1
+        lanes = num_lanes(self.scores, size)
+        table = self.scores.new_zeros(p, len(self.scores) * lanes, size, dtype=torch.float64)
+        for c, m, index, u in self._chunks():
+            add_moments(table[:, c] if lanes == 1 else table, index, u, None if weight is None else weight[c, m])
+        return table if lanes == 1 else table.sum(dim=1, keepdim=True)
+
+    def read(self, table: Tensor, out: Tensor, weight: Tensor | None = None) -> None:
+        """Write the polynomials ``table`` (p, C, bins) at the rows, each times its ``weight``, into ``out`` (C, M)."""
+        if self.is_read_in_c(weight) and out.is_contiguous():
+            if table.shape[-1] == self.bins.num_fine:
+                table = F.pad(table, (0, 1))  # 0 for the rows that take no part
+            native.evaluate(table, self.scores, self.member, *self.bins.numbering, out, weight=weight)
+            return
+        for c, m, index, u in self._chunks():
+            value = evaluate(table[:, c], index, u)
+            out[c, m] = value if weight is None else value.mul_(weight[c, m])
 
 
 def num_lanes(scores: Tensor, size: int) -> int:

@@ -3,15 +3,12 @@
 :func:`register` makes three forms of a function from its forward and its backward:
 
 - Eager code calls a ``torch.autograd.Function``.
-- A graph of ``torch.compile`` calls an operator of ``torch.library``, into which the compiler does not trace. Tensors
-  on the meta device take the same operator. In eager code it would add 0.2 ms to each call.
+- A graph of ``torch.compile``, and tensors on the meta device, take an operator of ``torch.library``, into which the
+  compiler does not trace. In eager code it would add 0.2 ms to each call.
 - The transforms of ``torch.func`` call a ``torch.autograd.Function`` with a separate ``setup_context``, which they
   require. In eager code it would add 20 us to each call.
 
 In all forms a second derivative, forward-mode differentiation and ``torch.vmap`` raise RuntimeError.
-
-:func:`exact` runs a function with full-precision matrix products, and :func:`full_products` sets their precision.
-:func:`with_gradients` connects a value to its inputs when its gradients have been computed already.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -54,22 +51,20 @@ def register(
     backward: Callable[..., Outputs],
     fake_backward: Callable[..., Outputs] | None = None,
 ) -> Callable[..., Any]:
-    """Return ``forward`` as a differentiable function of the same positional arguments.
+    """Return ``forward`` as a differentiable function of the same positional arguments, of the first output alone.
 
-    Only the first output is differentiable. ``forward`` and ``backward`` run under :func:`exact`.
+    ``forward`` and ``backward`` run under :func:`exact`.
 
     Args:
         name: name of the operator in the namespace ``fullrank``.
         forward: the computation. Its annotations are the schema of the operator.
-        fake: returns empty tensors with the shapes and dtypes of the outputs of ``forward``, for the compiler and for
-            tensors on the meta device.
+        fake: returns empty tensors with the shapes and dtypes of the outputs of ``forward``.
         saved: takes the inputs and the output of ``forward``; returns the tensors and the other values that
             ``backward`` needs. One of the tensors must be an input or the first output, so that a second derivative
             reaches the inputs through it and raises.
         backward: takes the gradient of the first output, then what ``saved`` returned; returns the gradients of the
             leading inputs. The remaining inputs have no gradient.
-        fake_backward: the same as ``fake`` for ``backward``, which then is an operator too. It is required if
-            ``backward`` reads values, because without it the compiler traces into ``backward``.
+        fake_backward: the same as ``fake`` for a ``backward`` that reads values: it makes an operator of it too.
     """
     forward, backward = exact(forward), exact(backward)
     num_inputs = len(inspect.signature(forward).parameters)
@@ -129,9 +124,8 @@ def _for_transforms(
 ) -> Callable[..., Any]:
     """Return ``forward`` as a function that the transforms of ``torch.func`` can differentiate once.
 
-    :func:`first_order_only` recognises a second derivative by ``create_graph=True``, which the transforms always use.
-    So the gradients are computed by a second Function, which also takes the first input of ``forward``, and the
-    derivative of that Function raises.
+    The transforms always use ``create_graph=True``, by which :func:`first_order_only` recognises a second derivative.
+    So a second Function, which also takes the first input of ``forward``, has the gradients, and its derivative raises.
     """
 
     class Gradients(torch.autograd.Function):
@@ -192,31 +186,23 @@ def check_not_batched(*tensors: Tensor | None) -> None:
 
 
 def exact(function: Callable[..., T]) -> Callable[..., T]:
-    """Return ``function`` with full-precision matrix products.
+    """Return ``function`` with matrix products of full precision, in spite of autocast.
 
-    Autocast is off inside it, which would compute products in half precision. So is
-    :func:`torch.set_float32_matmul_precision` below ``"highest"``, which computes them from TF32 or bfloat16 parts.
+    :func:`torch.set_float32_matmul_precision` below ``"highest"`` computes them from TF32 or bfloat16 parts.
     """
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:
+        precision: AbstractContextManager[Any] = nullcontext()
         if not torch.compiler.is_compiling():
             try:
                 # A call in another thread may have set "highest" until it ends, so this call must count too.
                 must_set = _calls > 0 or torch.get_float32_matmul_precision() != "highest"
             except RuntimeError:  # torch raises if the newer settings, torch.backends.*, have lowered the precision
                 must_set = True
-            if must_set:
-                with full_products():
-                    return without_autocast(first, *args)
-        if first.is_meta or not torch.is_autocast_enabled(first.device.type):
-            return function(first, *args)
-        return without_autocast(first, *args)
-
-    def without_autocast(first: Tensor, *args: Any) -> T:
-        if first.is_meta:
-            return function(first, *args)
-        with torch.autocast(first.device.type, enabled=False):
+            precision = full_products() if must_set else precision
+        is_cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
+        with precision, torch.autocast(first.device.type, enabled=False) if is_cast else nullcontext():
             return function(first, *args)
 
     return guarded
@@ -255,10 +241,7 @@ def full_products() -> Iterator[None]:
 
 
 def with_gradients(call: str, value: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor) -> Tensor:
-    """Return ``value`` as a function of ``inputs`` with the given ``gradients``.
-
-    The error about a second derivative names ``call``.
-    """
+    """Return ``value`` as a function of ``inputs`` with ``gradients``; ``call`` is for the error of a second one."""
     result: Tensor = _WithGradients.apply(call, (value, gradients), *inputs)
     return result
 
@@ -293,10 +276,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
-    """Return ``gradient``, saved by a forward, times ``grad``: one number, or (C,) for a gradient (..., C).
-
-    A backward that frees its graph overwrites ``gradient``.
-    """
+    """Return ``gradient``, saved by a forward, times ``grad``: one number, or (C,) for a gradient (..., C)."""
     if grad.numel() != 1:
         return gradient * grad.to(gradient.dtype)
     if may_overwrite(gradient, grad):

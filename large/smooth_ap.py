@@ -35,7 +35,7 @@ from ..kernels.node_tables import Order, order_for
 from ..kernels.pairs import Problem
 from ..kernels.registration import exact
 from ..kernels.sigmoid_sums import sigmoid_sums
-from ..kernels.smooth_ap.binned import find_places, moments_of, smooth_ap_binned
+from ..kernels.smooth_ap.binned import Places, smooth_ap_binned
 from ..kernels.smooth_ap.sums import ends_of, move_infinities
 from ..losses.pooled.pool import PerClass
 from .shard import Positives, Shard
@@ -120,7 +120,7 @@ def _by_moments(
     pool = shard.pool
     key_weight = pool.key_weight
     rows = Problem(scores, pool.positive, pool.member, *Positives.of(pool), temperature, key_weight)
-    moments = moments_of(rows, bins, order, find_places(rows, bins))
+    moments = Places.of(rows, bins).moments(order)
     sums = shard.exchange.sum(torch.stack(moments[: 2 if pool.weight is None else 3]), "the moments")
     del moments
     first, positives, total = (sums[k, 0, :, :-1].sum(dim=1) for k in (0, 1, -1))

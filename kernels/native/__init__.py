@@ -4,9 +4,9 @@
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
 compare :data:`KERNELS`. They depend neither on the number of threads nor on the vector instructions of the processor.
 
-C reads memory as it is told. Every tensor passes :func:`_address` on its way there, and C checks sizes and numbers. The
-functions of whole losses return None for what the library does not compute, see sums.c, and for tensors that the gate
-refuses.
+C reads memory as it is told. Every tensor passes :func:`_addresses` on its way there, and C checks sizes and numbers.
+The functions of whole losses return None for what the library does not compute, and for tensors that are refused. What
+their arguments are is in sums.c; tensors of the caller may have any strides unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -39,10 +39,7 @@ _CHOICES = {"0": False, "false": False, "off": False, "1": True, "true": True, "
 
 
 def _load() -> dict[torch.dtype, dict[str, Any]]:
-    """Return the functions of the library by dtype and name; none where it cannot be used, with a warning.
-
-    Without a library the warning comes with the first step: not everybody takes one on the host.
-    """
+    """Return the functions of the library by dtype and name; none where it cannot be used, with a warning."""
     path = _path()
     if path is None or not path.exists():
         return {}
@@ -85,7 +82,7 @@ def _path() -> Path | None:
 
 @functools.cache
 def _warn_if_missing() -> None:
-    """Say once, at the first step that torch computes for it, that there is no library: pip found no compiler."""
+    """Say once, at the first step on the host, that there is no library: pip found no compiler."""
     path = _path()
     if path is not None and not path.exists():
         fix = "Install a wheel, or install again with a C compiler. FULLRANK_NATIVE=0 on all ranks turns this off."
@@ -121,30 +118,28 @@ def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
     return scores.dtype in FUNCTIONS and all(tensor is None or is_plain(tensor) for tensor in (scores, *others))
 
 
-def _address(tensor: Tensor | None, dtype: torch.dtype, *shapes: tuple[int, ...]) -> int | None:
-    """Return the address of ``tensor``, or None for None.
+_Given = tuple[Tensor | None, torch.dtype, tuple[int, ...]]  # a tensor for C, with the dtype and shape it must have
 
-    Every tensor from outside is checked here before C sees its address; outputs that we allocate are not.
 
-    Raises:
-        _Refused: unless these are numbers of ``dtype`` in one of the ``shapes``, not empty, in the memory of the host,
-            one after the other as torch shows them: not those of a negated view, nor the zeros that have no memory.
+def _addresses(*given: _Given) -> list[int | None]:
+    """Return the addresses of tensors, None for None; an empty list if one is refused, or there is no library.
+
+    Every tensor from outside is checked here before C sees its address; outputs that we allocate are not. A tensor must
+    not be empty, and its numbers must be in the memory of the host, one after the other as torch shows them: not those
+    of a negated view, nor the zeros that have no memory.
     """
-    if tensor is None:
-        return None
-    address = 0
-    if tensor.dtype is dtype and tensor.shape in shapes and is_plain(tensor) and tensor.is_contiguous():
-        address = tensor.data_ptr()  # 0 if the storage was freed
-    if not address:
-        raise _Refused("a tensor for C", f"{dtype} of a shape in {shapes} in plain memory", tensor)
-    return address
-
-
-class _Refused(ValueError):
-    """What does not pass the gate: torch computes in place of C, or the caller is wrong."""
-
-    def __str__(self) -> str:
-        return expected(*self.args)  # later than at the raise, of which a step may have one
+    first, addresses = given[0][0], list[int | None]()
+    if first is None or (first.dtype not in FUNCTIONS and not is_usable(first)):  # which warns
+        return []
+    for tensor, dtype, shape in given:
+        address = None
+        if tensor is not None:
+            fits = tensor.dtype is dtype and tensor.shape == shape and is_plain(tensor) and tensor.is_contiguous()
+            address = tensor.data_ptr() if fits else 0  # 0 too if the storage was freed
+            if not address:
+                return []
+        addresses.append(address)
+    return addresses
 
 
 def smooth_ap(
@@ -157,30 +152,24 @@ def smooth_ap(
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return what :func:`~fullrank.kernels.smooth_ap.sums.smooth_ap_and_gradient` returns, or None."""
-    if not is_usable(scores) or scores.numel() == 0:
+    if not is_usable(scores):
         return None
     num_classes, num_rows = shape = scores.shape
-    original = scores.detach()
+    original, dtype = scores.detach(), scores.dtype
     scores, positive = original.contiguous(), positive.contiguous()
     member = None if member is None else member.contiguous()
-    weights = [
-        None if given is None else given.detach().to(scores.dtype).contiguous() for given in (weight, key_weight)
-    ]
+    weights = [None if given is None else given.detach().to(dtype).contiguous() for given in (weight, key_weight)]
+    # Both with the same stride, so of the same shape.
+    of_weights = shape if any(given is not None and given.ndim == 2 for given in weights) else shape[1:]
+    masks = (positive, torch.bool, shape), (member, torch.bool, shape)
+    pool = _addresses((scores, dtype, shape), *masks, *((given, dtype, of_weights) for given in weights))
     # Like the scores, because the default device may be another one.
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
-    # Both with the same stride, so of the same shape.
-    of_weights = shape if any(given is not None and given.ndim == 2 for given in weights) else shape[1:]
+    numbers = num_rows if of_weights is shape else 0, num_classes, num_rows, temperature
     out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
-    try:
-        masks = _address(positive, torch.bool, shape), _address(member, torch.bool, shape)
-        addresses = [_address(given, scores.dtype, of_weights) for given in weights]
-        pool = _address(scores, scores.dtype, shape), *masks, *addresses
-    except _Refused:
-        return None
-    stride = num_rows if of_weights is shape else 0
-    if not FUNCTIONS[scores.dtype]["smooth_ap"](*pool, stride, num_classes, num_rows, temperature, *out):
+    if not pool or not FUNCTIONS[dtype]["smooth_ap"](*pool, *numbers, *out):
         return None
     if with_grad and not original.is_contiguous():  # the compiler relies on the strides of the scores
         gradient = torch.empty_like(original).copy_(gradient)
@@ -200,29 +189,20 @@ def smooth_ap_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
     """Return the loss of each class (C,), 0 where not valid; validity (C,); gradient (M, C); the temperature; or None.
 
-    Args:
-        scores: (M, C), of a dtype that the library has functions for.
-        targets: (M,) int64: class indices, or 0 and 1 for one class.
-        weight: (M,) in the dtype of the scores, of the positives in the mean; None for 1.
-        key_weight: the same, of the rows where they are compared.
-        ignore_index: the target of rows to leave out.
-        temperature: > 0; None for ``multiple`` times the spread of the scores.
-        most: pairs of a positive and a row up to which C computes the loss.
+    Of contiguous rows. A temperature of None is ``multiple`` times the spread of the scores (M, C).
     """
-    num_rows, num_classes = shape = scores.shape
-    try:
-        pool = _address(scores, scores.dtype, shape), _address(targets, torch.int64, (num_rows,))
-        of_positives = None if weight is None else _address(weight, scores.dtype, (num_rows,))
-        of_keys = None if key_weight is None else _address(key_weight, scores.dtype, (num_rows,))
-    except _Refused:
+    (num_rows, num_classes), shape, dtype = scores.shape, scores.shape, scores.dtype
+    weights = ((given, dtype, (num_rows,)) for given in (weight, key_weight))
+    pool = _addresses((scores, dtype, shape), (targets, torch.int64, (num_rows,)), *weights)
+    if not pool:
         return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
-    out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
     scale = 0.0 if temperature is not None else multiple
     numbers = num_rows, num_classes, ignore_index, ctypes.byref(width), scale, most
-    is_computed = FUNCTIONS[scores.dtype]["smooth_ap_of_rows"](*pool, of_positives, of_keys, *numbers, *out)
+    out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
+    is_computed = FUNCTIONS[dtype]["smooth_ap_of_rows"](*pool, *numbers, *out)
     return (loss, valid, gradient, width.value) if is_computed else None
 
 
@@ -240,51 +220,33 @@ def ndcg(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return the mean or sum over the queries of one minus the smooth NDCG, float64, and its gradient (M,), or None.
 
-    Args:
-        scores: (M,), of a dtype that the library has functions for.
-        gains: (M,) float64.
-        member: (M,) bool, the rows that take part, and all with a gain; None for all.
-        weight: (M,) float64, of which a query has the mean; None for 1.
-        indexes: (M,) int64, the query of each row; None for one query.
-        temperature: > 0.
-        top: places that count; None for all.
-        is_mean: False for the sum.
-        with_grad: whether to return the gradient.
-        most: pairs of a row with a gain and a row of its query up to which C computes the loss.
+    Gains and weights are float64. A ``top`` of None counts all places.
     """
     shape, gradient = scores.shape, scores.new_empty(scores.shape) if with_grad else None
     loss = scores.new_empty((), dtype=torch.float64)
     columns = [None if given is None else given.contiguous() for given in (scores, gains, member, weight, indexes)]
     dtypes = scores.dtype, torch.float64, torch.bool, torch.float64, torch.int64
-    try:
-        rows = [_address(column, dtype, shape) for column, dtype in zip(columns, dtypes)]
-    except _Refused:
-        return None
+    rows = _addresses(*((column, dtype, shape) for column, dtype in zip(columns, dtypes)))
     numbers = len(scores), temperature, sys.maxsize if top is None else min(top, sys.maxsize), is_mean, most
     out = loss.data_ptr(), None if gradient is None else gradient.data_ptr()
-    return (loss, gradient) if FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
+    return (loss, gradient) if rows and FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
 
 
 def soft_maximum(
     rows: Sequence[Tensor | None], budget: float, power: int, with_grad: bool, with_variance: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """Return the loss (C,), its gradient (C, M), the validity, lambda and the variance of the losses (C,), or None.
+    """Return what :func:`~fullrank.kernels.entropic_risk.risk_and_gradient` returns, or None.
 
-    ``rows`` are the arguments of :func:`~fullrank.kernels.entropic_risk.risk_and_gradient` up to ``scales``, and
-    ``power`` is 1 / lambda, 0 to find it.
+    ``rows`` are its arguments up to ``scales``, and ``power`` is 1 / lambda, 0 to find it.
     """
     scores = rows[0]
     assert scores is not None
-    if scores.dtype not in FUNCTIONS and not is_usable(scores):  # which warns
-        return None
-    (num_classes, num_rows), dtype, held, addresses = scores.shape, scores.dtype, [], []
+    (num_classes, num_rows), dtype = scores.shape, scores.dtype
     shapes = *[scores.shape] * 3, *[(num_rows,)] * 4, (num_classes,)
     dtypes = dtype, *[torch.bool] * 4, dtype, dtype, torch.float64
-    try:
-        for tensor, kind, shape in zip(rows, dtypes, shapes):
-            held.append(None if tensor is None else tensor.contiguous())
-            addresses.append(None if tensor is None else _address(held[-1], kind, shape))
-    except _Refused:
+    held = [None if tensor is None else tensor.contiguous() for tensor in rows]
+    addresses = _addresses(*zip(held, dtypes, shapes))
+    if not addresses:
         return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     tilts = torch.empty_like(loss)
@@ -299,27 +261,17 @@ def soft_maximum(
 
 def unit_rows(rows: Tensor) -> Tensor | None:
     """Return what :func:`~fullrank.losses.rows.unit_rows` returns for rows (N, D) of the computation, or None."""
-    if rows.dtype not in FUNCTIONS and not is_usable(rows):  # which warns
-        return None
     rows, unit = rows.detach().contiguous(), rows.new_empty(rows.shape)
-    try:
-        address = _address(rows, rows.dtype, rows.shape)
-    except _Refused:
-        return None
-    return unit if FUNCTIONS[rows.dtype]["unit_rows"](address, *rows.shape, unit.data_ptr()) else None
+    address = _addresses((rows, rows.dtype, rows.shape))
+    return unit if address and FUNCTIONS[rows.dtype]["unit_rows"](*address, *rows.shape, unit.data_ptr()) else None
 
 
 def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
     """Return ``factor`` times the gradient of the rows (N, D) from that of their :func:`unit_rows`, or None."""
-    if rows.dtype not in FUNCTIONS and not is_usable(rows):
-        return None
     given, out = (rows.detach().contiguous(), unit.contiguous(), gradient.contiguous()), rows.new_empty(rows.shape)
-    try:
-        addresses = [_address(one, rows.dtype, rows.shape) for one in given]
-    except _Refused:
-        return None
-    function = FUNCTIONS[rows.dtype]["unit_gradient"]
-    return out if function(*addresses, *rows.shape, factor, out.data_ptr()) else None
+    addresses, numbers = _addresses(*((one, rows.dtype, rows.shape) for one in given)), (*rows.shape, factor)
+    is_computed = addresses and FUNCTIONS[rows.dtype]["unit_gradient"](*addresses, *numbers, out.data_ptr())
+    return out if is_computed else None
 
 
 def moments(
@@ -334,6 +286,8 @@ def moments(
 ) -> Tensor:
     """Return (p, C, num_bins + 1) float64, the sums over the rows of each bin of the powers of their positions.
 
+    With ``positive`` there are two sums for each class, of the other rows and of these, (p, 2 C, num_bins + 1).
+
     Args:
         scores: (C, M), finite, usable.
         member: (C, M) bool, the rows that take part; None for all. The last bin counts the others.
@@ -341,20 +295,17 @@ def moments(
         first: (C,) the number of the first bin of each class.
         num_bins: bins of a class.
         p: powers, from 0 on.
-        positive: (C, M) bool: two sums are returned for each class, of the other rows and of these, (p, 2 C, ...); None
-            for one.
+        positive: (C, M) bool.
         weight: (M,) or (C, M) in the dtype of the scores, factors of the rows; None for 1.
     """
     (num_classes, num_rows), groups = scores.shape, 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
     tables = scores.new_zeros(num_classes * lanes, groups, num_bins + 1, p, dtype=torch.float64)
-    function = _of_parts("moments", scores, (member, positive), weight)
 
-    def run(part: int, c: int, start: int, stop: int) -> None:
-        table = _address(tables[part], torch.float64, tables.shape[1:])
-        function(c, start, stop, scale, float(first[c]), num_bins, p, table)
+    def tables_of(part: _Part) -> _Arguments:
+        return (scale, float(first[part.c]), num_bins, p), [(tables[part.number], torch.float64, tables.shape[1:])]
 
-    _in_parts(run, num_classes, num_rows, lanes)
+    _pass_over("moments", scores, (member, positive), weight, _parts(scores, lanes), tables_of)
     sums = tables.view(num_classes, lanes, groups, num_bins + 1, p).sum(dim=1)
     return sums.flatten(0, 1).permute(2, 0, 1).contiguous()
 
@@ -380,20 +331,19 @@ def evaluate(
         weight: as in :func:`moments`, factors of the values. With ``of_positives`` it requires ``terms``.
         terms: those of :func:`rates`, which are added for the rows that are ``positive``.
     """
-    (num_classes, num_rows), dtype, lanes = scores.shape, scores.dtype, _lanes_of(scores)
+    dtype, parts = scores.dtype, _parts(scores)
     tables = coefficients.permute(1, 2, 0).contiguous()
     exact = None if of_positives is None else of_positives.permute(1, 2, 0).contiguous()
     size, p = shape = tables.shape[1:]
-    function = _of_parts("evaluate", scores, (member, positive), weight)
-    places = None if positive is None or terms is None else _first_terms(positive, lanes)
+    places = None if positive is None or terms is None else _first_terms(positive, scores, parts)
 
-    def run(part: int, c: int, start: int, stop: int) -> None:
-        of_positives = None if exact is None else exact[c]
-        of_class = _address(tables[c], dtype, shape), _address(of_positives, torch.float64, shape)
-        out_of_part = _address_of_terms(terms, places, part), _address(out[c, start:stop], dtype, (stop - start,))
-        function(c, start, stop, scale, float(first[c]), size - 1, p, *of_class, *out_of_part)
+    def tables_of(part: _Part) -> _Arguments:
+        of_positives = None if exact is None else exact[part.c]
+        of_class = (tables[part.c], dtype, shape), (of_positives, torch.float64, shape)
+        of_part = _terms_of(terms, places, part), (out[part.c, part.rows], dtype, (part.rows.stop - part.rows.start,))
+        return (scale, float(first[part.c]), size - 1, p), [*of_class, *of_part]
 
-    _in_parts(run, num_classes, num_rows, lanes)
+    _pass_over("evaluate", scores, (member, positive), weight, parts, tables_of)
 
 
 def rates(
@@ -401,93 +351,104 @@ def rates(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss (C,) float64, the moments of the rates of the positives and the slopes of their terms.
 
-    See :func:`~fullrank.kernels.smooth_ap.binned.solve_at_positives`: the moments are (p, 2, C, num_bins + 1) float64
-    and the slopes (P,) float64; None if ``tables`` has no slopes.
+    See :func:`~fullrank.kernels.smooth_ap.binned.solve_at_positives`: the moments are (p, 2, C, num_bins + 1) float64.
+    The slopes are (P + 1,) float64, with a last one that counts for nothing. Both are None if ``tables`` has no slopes.
 
     Args:
         tables: (p, 4, C, num_bins + 1) float64, R_N, R_P and their slopes as polynomials; (p, 2, ...) without slopes.
-        scores: (C, M), finite, usable, and ``positive``, ``weight``, ``scale``, ``first`` as in :func:`moments`.
+        scores: (C, M), and ``positive``, ``weight``, ``scale``, ``first`` as in :func:`moments`.
         factor: (C,) the share of a positive in the mean, divided by its weight.
     """
-    (num_classes, num_rows), lanes = scores.shape, _lanes_of(scores)
-    (p, _, _, size), with_grad = tables.shape, tables.shape[1] == 4
-    tables = tables.permute(2, 3, 0, 1).contiguous()
-    function, places = _of_parts("rates", scores, (positive,), weight), _first_terms(positive, lanes)
-    losses = scores.new_zeros(num_classes * lanes, dtype=torch.float64)
-    sums = scores.new_zeros(num_classes * lanes if with_grad else 0, size, p, 2, dtype=torch.float64)
-    terms = scores.new_empty(places[-1] if with_grad else 0, dtype=torch.float64)
+    num_classes, parts, (p, columns, _, size) = len(scores), _parts(scores), tables.shape
+    tables, with_grad = tables.permute(2, 3, 0, 1).contiguous(), columns == 4
+    places = _first_terms(positive, scores, parts)
+    losses = scores.new_zeros(len(parts), dtype=torch.float64)
+    sums = scores.new_zeros(len(parts) if with_grad else 0, size, p, 2, dtype=torch.float64)
+    terms = scores.new_empty(places[-1] + 1, dtype=torch.float64) if with_grad else None
 
-    def run(part: int, c: int, start: int, stop: int) -> None:
-        if places[part] == places[part + 1]:
-            return  # without a positive
-        of_class = _address(tables[c], torch.float64, (size, p, 4 if with_grad else 2))
-        out = [_address(losses[part], torch.float64, ()), None, None]
-        if with_grad:
-            out[1:] = _address(sums[part], torch.float64, (size, p, 2)), _address_of_terms(terms, places, part)
-        function(c, start, stop, scale, float(first[c]), size - 1, p, float(factor[c]), of_class, *out)
+    def tables_of(part: _Part) -> _Arguments:
+        of_part = sums[part.number] if with_grad else None
+        out = (losses[part.number], torch.float64, ()), (of_part, torch.float64, (size, p, 2))
+        of_class = tables[part.c], torch.float64, (size, p, columns)
+        numbers = scale, float(first[part.c]), size - 1, p, float(factor[part.c])
+        return numbers, [of_class, *out, _terms_of(terms, places, part)]
 
-    _in_parts(run, num_classes, num_rows, lanes)
-    loss = losses.view(num_classes, lanes).sum(dim=1)
-    if not with_grad:
+    _pass_over("rates", scores, (positive,), weight, parts, tables_of)
+    loss = losses.view(num_classes, -1).sum(dim=1)
+    if terms is None:
         return loss, None, None
-    return loss, sums.view(num_classes, lanes, size, p, 2).sum(dim=1).permute(2, 3, 0, 1).contiguous(), terms
+    return loss, sums.view(num_classes, -1, size, p, 2).sum(dim=1).permute(2, 3, 0, 1).contiguous(), terms
 
 
-def _lanes_of(scores: Tensor) -> int:
-    """Return the number of parts of the rows of the only class; 1 for several classes."""
-    return _LANES if scores.shape[0] == 1 and scores.shape[1] >= _MANY_ROWS else 1
+class _Part(NamedTuple):
+    """Rows of a class that are summed into a table of their own."""
+
+    number: int
+    c: int  # the class
+    rows: slice
 
 
-def _first_terms(positive: Tensor, lanes: int) -> list[int]:
-    """Return the number of positives before each part of :func:`_in_parts`, and of all."""
-    (num_classes, num_rows), positive = positive.shape, positive.contiguous()
-    parts = _parts(num_classes, num_rows, lanes)
-    if parts:
-        _address(positive, torch.bool, (num_classes, num_rows))
-    array = positive.view(torch.uint8).numpy()  # bytes: numpy counts a bool as 1 only if it is the byte 1
-    return [0, *itertools.accumulate(int(numpy.count_nonzero(array[c, start:stop])) for _, c, start, stop in parts)]
+_Arguments = tuple[tuple[Any, ...], list[_Given]]  # the numbers and the tables that C takes after the rows
 
 
-def _address_of_terms(terms: Tensor | None, places: list[int] | None, part: int) -> int | None:
-    """Return the address of the terms of the positives of a part; None without any."""
-    if terms is None or places is None or places[part] == places[part + 1]:
-        return None
-    return _address(terms[places[part] : places[part + 1]], torch.float64, (places[part + 1] - places[part],))
+def _parts(scores: Tensor, lanes: int | None = None) -> list[_Part]:
+    """Return each class, or the ``lanes`` of the only one, by default so many as the rows require."""
+    num_classes, num_rows = scores.shape
+    if lanes is None:
+        lanes = _LANES if num_classes == 1 and num_rows >= _MANY_ROWS else 1
+    if lanes == 1:
+        return [_Part(c, c, slice(0, num_rows)) for c in range(num_classes) if num_rows]
+    ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
+    return [_Part(lane, 0, slice(ends[lane], ends[lane + 1])) for lane in range(lanes)]
 
 
-def _of_parts(
-    name: str, scores: Tensor, masks: tuple[Tensor | None, ...], weight: Tensor | None
-) -> Callable[..., None]:
-    """Return the function ``name`` of C for a class, a start, a stop, and the numbers and tables after the rows."""
-    function, num_classes, dtype = FUNCTIONS[scores.dtype][name], scores.shape[0], scores.dtype
+def _pass_over(
+    name: str,
+    scores: Tensor,
+    masks: tuple[Tensor | None, ...],
+    weight: Tensor | None,
+    parts: list[_Part],
+    tables_of: Callable[[_Part], _Arguments],
+) -> None:
+    """Call the function ``name`` of C for each part of the rows, several at a time where they are many."""
+    num_classes, dtype = len(scores), scores.dtype
     given = (scores, dtype), *((mask, torch.bool) for mask in masks), (weight, dtype)
     # (C, M) each, where the rows of a class are next to each other in memory.
     tensors = [(None if one is None else one.contiguous().expand(num_classes, -1), of) for one, of in given]
 
-    def call(c: int, start: int, stop: int, *numbers: Any) -> None:
-        rows = [_address(None if one is None else one[c, start:stop], of, (stop - start,)) for one, of in tensors]
-        if not function(*rows, stop - start, *numbers):
-            raise _Refused("numbers for C", "rows, bins and powers of tables", (stop - start, *numbers))
+    def run(part: _Part) -> None:
+        count, (numbers, tables) = part.rows.stop - part.rows.start, tables_of(part)
+        rows = [(None if one is None else one[part.c, part.rows], of, (count,)) for one, of in tensors]
+        addresses = _addresses(*rows, *tables)
+        of_rows, of_tables = addresses[: len(rows)], addresses[len(rows) :]
+        if not (addresses and FUNCTIONS[dtype][name](*of_rows, count, *numbers, *of_tables)):
+            raise _refused((count, *numbers))
 
-    return call
-
-
-def _in_parts(run: Callable[[int, int, int, int], None], num_classes: int, num_rows: int, lanes: int) -> None:
-    """Call ``run(part, class, start, stop)`` for each class, or for each of the ``lanes`` of the only one."""
-    parts = _parts(num_classes, num_rows, lanes)
-    threads = min(torch.get_num_threads(), len(parts)) if num_classes * num_rows >= _MANY_ROWS else 1
+    threads = min(torch.get_num_threads(), len(parts)) if scores.numel() >= _MANY_ROWS else 1
     if threads == 1:
         for part in parts:
-            run(*part)
+            run(part)
         return
     with ThreadPoolExecutor(threads) as pool:  # the library does not hold Python's lock
-        for future in [pool.submit(run, *part) for part in parts]:
-            future.result()
+        list(pool.map(run, parts))
 
 
-def _parts(num_classes: int, num_rows: int, lanes: int) -> list[tuple[int, int, int, int]]:
-    """Return the number, the class, and the ends of the rows of each part."""
-    if lanes == 1:
-        return [(c, c, 0, num_rows) for c in range(num_classes) if num_rows]
-    ends = [num_rows * lane // lanes for lane in range(lanes + 1)]
-    return [(lane, 0, ends[lane], ends[lane + 1]) for lane in range(lanes)]
+def _refused(got: Any) -> ValueError:
+    return ValueError(expected("a tensor for C", "rows and tables in plain memory, of sizes that fit", got))
+
+
+def _first_terms(positive: Tensor, scores: Tensor, parts: list[_Part]) -> list[int]:
+    """Return the number of positives before each part, and of all."""
+    positive = positive.contiguous()
+    if not is_plain(positive) or positive.shape != scores.shape:
+        raise _refused(positive)
+    array = positive.view(torch.uint8).numpy()  # bytes: numpy counts a bool as 1 only if it is the byte 1
+    return [0, *itertools.accumulate(int(numpy.count_nonzero(array[part.c, part.rows])) for part in parts)]
+
+
+def _terms_of(terms: Tensor | None, places: list[int] | None, part: _Part) -> _Given:
+    """Return the terms from those of the positives of a part on."""
+    if terms is None or places is None:
+        return None, torch.float64, ()
+    first = places[part.number]
+    return terms[first:], torch.float64, (places[-1] + 1 - first,)

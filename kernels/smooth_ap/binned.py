@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
-from ..bins import Bins, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
+from ..bins import Bins, Line, add_moments, chunks, compact_ids, evaluate, locate, num_lanes
 from ..costs import costs_of
 from ..node_tables import (
     Constants,
@@ -67,47 +67,40 @@ from ..node_tables import (
 )
 from ..pairs import Problem
 
+# The loss (C,), the moments of the rates, and the slopes of the terms of the positives; None without gradient.
+Rates = tuple[Tensor, Tensor | None, Tensor | None]
 _KEPT_BYTES = 2**25  # the largest piece of memory that the C library may keep for its next user
 
 
 def smooth_ap_binned(
     problem: Problem,
-    bins: Bins,
+    bins: Bins,  # which hold the rows of all parts
     order: Order,
     with_grad: bool,
-    sums: Tensor | None = None,
-    factor: Tensor | None = None,
-    add: Callable[[Tensor], Tensor] | None = None,
+    sums: Tensor | None = None,  # :meth:`Places.moments` of all parts, overwritten; None if there are no others
+    factor: Tensor | None = None,  # (C,) factors of the weights in ``sums``
+    add: Callable[[Tensor], Tensor] | None = None,  # with a ``key_weight``: the sum of a tensor over the parts
 ) -> tuple[Tensor, Tensor]:
     """Return the loss (C,) float64 and its gradient (C, M), empty unless ``with_grad``; all scores are finite.
 
     The rows may be one of several parts::
 
         each part -> moments, added up -> fields -> loss, polynomials -> gradient of the rows of each part
-
-    Args:
-        problem: the rows.
-        bins: bins that hold all of them.
-        order: the numbers of fine bins and of nodes.
-        with_grad: compute the gradient too.
-        sums: the moments of all parts, see :func:`moments_of`; None if there are no others. They are overwritten.
-        factor: (C,) factors of the weights in ``sums``.
-        add: with a ``key_weight``, returns the sum of a tensor over the parts; None if there are no others.
     """
     gradient = _memory_like(problem.scores) if with_grad else problem.scores.new_empty(0)
     losses, temperature = [], problem.temperature
     for c, own, own_bins in _runs(problem, bins):
-        places, terms = find_places(own, own_bins), None
-        moments = moments_of(own, own_bins, order, places) if sums is None else [*sums[:, :, c]]
+        places, terms = Places.of(own, own_bins), None
+        moments = places.moments(order) if sums is None else [*sums[:, :, c]]
         if problem.key_weight is None:
             factor_of_run = None if factor is None else factor[c]
             loss, polynomials = solve(moments, own_bins, order, temperature, factor_of_run, with_grad)
         else:
-            rates = partial(rates_of_positives, own, own_bins, order, places)
+            rates = partial(places.rates, order)
             loss, polynomials, terms = solve_at_positives(moments, own_bins, order, temperature, rates, with_grad, add)
         losses.append(loss)
         if polynomials is not None:
-            read_gradient(polynomials, terms, own, own_bins, places, gradient[c])
+            places.read_gradient(polynomials, terms, gradient[c])
     return losses[0] if len(losses) == 1 else torch.cat(losses), gradient
 
 
@@ -223,61 +216,98 @@ def weighted_smooth_ap_in_c(
 
 
 class Places(NamedTuple):
-    """Where the rows are in the bins, see :func:`locate`."""
+    """The rows of a call, and where they and the listed positives are in the bins."""
 
-    rows: tuple[Tensor, Tensor] | None  # of all rows, (C, M) each; None if they are too many to keep
+    problem: Problem
+    line: Line
     bin_of: Tensor  # [1, P] int64: fine bin of each positive, in one table of all classes with B F + 1 bins each
     u: Tensor  # [1, P] float64: its position in the bin
 
+    @staticmethod
+    def of(problem: Problem, bins: Bins) -> Places:
+        """Return the places of the rows and of the listed positives."""
+        scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
+        line = Line(bins, scores, problem.member)
+        if len([*chunks(scores)]) <= 1 and not line.is_read_in_c(problem.key_weight):
+            line = line.located()
+            bin_of, u = (values[class_of, row_of] for values in line.places)
+        else:
+            # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
+            values = scores[class_of, row_of][:, None]
+            bins_of_positives = bins._replace(first=bins.first[class_of])
+            bin_of, u = (place.view(-1) for place in locate(bins_of_positives, values, slice(None)))
+        if scores.shape[0] > 1:
+            bin_of = bin_of + class_of * (bins.num_fine + 1)
+        return Places(problem, line, bin_of[None], u.double()[None])
 
-def find_places(problem: Problem, bins: Bins, rows: tuple[Tensor, Tensor] | None = None) -> Places:
-    """Return the places of the rows, ``rows`` if they are known, and of the listed positives."""
-    scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
-    if rows is None and len([*chunks(scores)]) <= 1 and not _reads_rows_in_c(problem, bins):
-        rows = _locate_chunk(problem, bins, slice(None), slice(None))
-    if rows is not None:
-        bin_of, u = (values[class_of, row_of] for values in rows)
-    else:
-        # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
-        values = scores[class_of, row_of][:, None]
-        bins_of_positives = bins._replace(first=bins.first[class_of])
-        bin_of, u = (place.view(-1) for place in locate(bins_of_positives, values, slice(None)))
-    if scores.shape[0] > 1:
-        bin_of = bin_of + class_of * (bins.num_fine + 1)
-    return Places(rows, bin_of[None], u.double()[None])
+    def moments(self, order: Order) -> list[Tensor]:
+        """Return the moments of all rows, of the listed positives, and of the positives weighted by their shares.
 
+        (p, C, B F + 1) float64 each; the last bin holds the rows that take no part. With a ``key_weight``, those of the
+        negatives and of the positives weighted by it.
+        """
+        problem = self.problem
+        of_all = self.line.moments(order.p, problem.weight_of_negatives)
+        if problem.key_weight is None:
+            weights = torch.stack([torch.ones_like(problem.share), problem.share])
+        else:
+            weights = problem.at_positives(problem.key_weight)[None]
+        return [of_all, *self._moments_of_positives(weights, order)]
 
-def moments_of(problem: Problem, bins: Bins, order: Order, places: Places) -> list[Tensor]:
-    """Return the moments of all rows, of the listed positives, and of the positives weighted by their shares.
+    def _moments_of_positives(self, weights: Tensor, order: Order) -> tuple[Tensor, ...]:
+        """Return the moments of the listed positives for each of n columns of weights (n, P): (p, C, B F + 1) each."""
+        shape, num_columns = (len(self.problem.scores), self.line.bins.num_fine + 1), len(weights)
+        moments = self.problem.scores.new_zeros(order.p, num_columns, math.prod(shape), dtype=torch.float64)
+        add_moments(moments, self.bin_of.expand(num_columns, -1), self.u.expand(num_columns, -1), weights)
+        return moments.unflatten(-1, shape).unbind(dim=1)
 
-    (p, C, B F + 1) float64 each; the last bin holds the rows that take no part. With a ``key_weight``, those of the
-    negatives and of the positives weighted by it.
-    """
-    scores, size, weight = problem.scores, bins.num_fine + 1, problem.weight_of_negatives
-    if places.rows is None and _reads_rows_in_c(problem, bins):
-        of_all = native.moments(scores, problem.member, *bins.numbering, bins.num_fine, order.p, weight=weight)
-    else:
-        lanes = num_lanes(scores, size)
-        of_all = scores.new_zeros(order.p, scores.shape[0] * lanes, size, dtype=torch.float64)
-        for c, m in chunks(scores):
-            rows = places.rows or _locate_chunk(problem, bins, c, m)
-            add_moments(of_all[:, c] if lanes == 1 else of_all, *rows, None if weight is None else weight[c, m])
-        of_all = of_all if lanes == 1 else of_all.sum(dim=1, keepdim=True)
-    if problem.key_weight is None:
-        weights = torch.stack([torch.ones_like(problem.share), problem.share])
-    else:
-        weights = problem.at_positives(problem.key_weight)[None]
-    return [of_all, *_moments_of_positives(weights, scores, bins, order, places)]
+    def rates(self, order: Order, tables: Tensor) -> Rates:
+        """Return the loss (C,) float64, the moments (p, 2, C, B F + 1) of A and B, and the slopes of the terms (P,).
 
+        ``tables`` (p, 4, C, B F + 1) has R_N, R_P and their slopes as polynomials; without the slopes, only the loss is
+        computed.
+        """
+        problem, share_of = self.problem, self.problem.share
+        assert problem.key_weight is not None
+        rates, terms = share_of.new_empty(2, share_of.numel()), torch.empty_like(share_of)
+        loss, half = share_of.new_zeros(len(problem.scores)), problem.at_positives(problem.key_weight) / 2
+        for part, (r_n, r_p, *slopes) in self._at_positives(tables):
+            r_p = r_p + half[part]
+            total, share = r_n + r_p, share_of[part]
+            loss.index_add_(0, problem.class_of[part], share * (r_n / total))
+            if slopes:
+                factor = share / total**2
+                rates[0, part], rates[1, part] = factor * r_p, factor * r_n
+                terms[part] = factor * (slopes[0] * r_p - slopes[1] * r_n)
+        if tables.shape[1] == 2:
+            return loss, None, None
+        return loss, torch.stack(self._moments_of_positives(rates, order), dim=1), terms
 
-def _moments_of_positives(
-    weights: Tensor, scores: Tensor, bins: Bins, order: Order, places: Places
-) -> tuple[Tensor, ...]:
-    """Return the moments of the listed positives for each of n columns of weights (n, P): (p, C, B F + 1) each."""
-    shape, num_columns = (scores.shape[0], bins.num_fine + 1), weights.shape[0]
-    moments = scores.new_zeros(order.p, num_columns, math.prod(shape), dtype=torch.float64)
-    add_moments(moments, places.bin_of.expand(num_columns, -1), places.u.expand(num_columns, -1), weights)
-    return moments.unflatten(-1, shape).unbind(dim=1)
+    def _at_positives(self, tables: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield parts of the positives, and the n polynomials ``tables`` (p, n, C, B F + 1) there, (n, P') each."""
+        tables = tables.flatten(-2)
+        for _, part in chunks(self.problem.share[None]):
+            at = (place[:, part].expand(tables.shape[1], -1) for place in (self.bin_of, self.u))
+            yield part, evaluate(tables, *at)
+
+    def read_gradient(self, polynomials: Tensor, terms: Tensor | None, gradient: Tensor) -> None:
+        """Write the gradient of the rows into ``gradient`` (C, M).
+
+        ``polynomials`` and ``terms`` are the results of :func:`solve_at_positives`; ``terms`` is None for those of
+        :func:`solve`.
+        """
+        problem = self.problem
+        # Every row is treated as a negative first, then the positives are overwritten.
+        self.line.read(polynomials[:, 0].to(problem.scores.dtype), gradient, problem.weight_of_negatives)
+        # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller
+        # than either, so it is computed before rounding to the dtype of the scores.
+        own_weight = None if problem.key_weight is None else problem.at_positives(problem.key_weight)
+        for part, (from_others, *slope) in self._at_positives(polynomials[:, 1:]):
+            if terms is None or own_weight is None:
+                value = from_others + slope[0] * problem.share[part]
+            else:
+                value = from_others * own_weight[part] + terms[part]
+            gradient[problem.class_of[part], problem.row_of[part]] = value.to(gradient.dtype)
 
 
 class Grid(NamedTuple):
@@ -302,20 +332,18 @@ class Fields(NamedTuple):
 
 
 def solve(
-    moments: list[Tensor], bins: Bins, order: Order, temperature: float, factor: Tensor | None, with_grad: bool
+    moments: list[Tensor],
+    bins: Bins,
+    order: Order,
+    temperature: float,
+    factor: Tensor | None,  # (C,) factors of the weights; None for 1
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss (C,) float64 and, ``with_grad``, its gradient as polynomials, see :func:`polynomials_of`.
 
-    Args:
-        moments: (p, C, B F + 1) of all rows, which are overwritten, of the positives and, if they differ, of the
-            positives with their weights. In place of the first two (p, C, 2, B F + 1) of the negatives and of the
-            positives. The list is emptied to free the memory early: with many bins a table is as
-            large as the rows.
-        bins: the bins.
-        order: the numbers of fine bins and of nodes.
-        temperature: > 0.
-        factor: (C,) factors of the weights, None for 1.
-        with_grad: compute the polynomials too.
+    ``moments`` are those of :meth:`Places.moments`, without the last if it equals the one before. In place of the first
+    two may be (p, C, 2, B F + 1) of the negatives and of the positives. The list is emptied, and the tables are
+    overwritten: with many bins a table is as large as the rows.
     """
     grid, layout = _grid_of(bins, order, temperature, moments[0].device), (bins.num_coarse, bins.fine)
     weights = fine_weights(moments[-1][..., :-1].unflatten(-1, layout), grid.matrices)  # [C, B, F p]
@@ -332,29 +360,18 @@ def solve(
     return loss, polynomials_of(fields, weights, grid) if with_grad else None
 
 
-Rates = tuple[Tensor, Tensor | None, Tensor | None]
-
-
 def solve_at_positives(
     moments: list[Tensor],
     bins: Bins,
     order: Order,
     temperature: float,
-    rates: Callable[[Tensor], Rates],
+    rates: Callable[[Tensor], Rates],  # those of the rows of this part
     with_grad: bool,
     add: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss (C,) float64 of rows that have a ``key_weight`` and, ``with_grad``, its gradient.
+    """Return the same for rows that have a ``key_weight``, and the slope of the term of each listed positive (P,).
 
-    That is (p, 2, C, B F + 1) float64, g_N and -g_P as polynomials of the fine bins, and (P,) the slope of the term of
-    each listed positive.
-
-    Args:
-        moments: (p, C, B F + 1) of the negatives and of the positives with their weights. The list is emptied.
-        bins, order, temperature: as for :func:`solve`.
-        rates: :func:`rates_of_positives` of the rows of this part.
-        with_grad: compute the gradient too.
-        add: returns the sum of a tensor over the parts; None if there are no others.
+    The polynomials are (p, 2, C, B F + 1) float64, of g_N and -g_P.
     """
     grid, layout = _grid_of(bins, order, temperature, moments[0].device), (bins.num_coarse, bins.fine)
     both = torch.stack(moments, dim=2)[..., :-1].unflatten(-1, layout)
@@ -371,31 +388,6 @@ def solve_at_positives(
     rates_at_nodes = fine_weights(moments_of_rates[..., :-1].unflatten(-1, layout), grid.matrices)  # [2, C, B, F p]
     pulled = _pulled(rates_at_nodes, grid)
     return loss, _coefficients(torch.stack([pulled[0], -pulled[1]]), grid), terms
-
-
-def rates_of_positives(problem: Problem, bins: Bins, order: Order, places: Places, tables: Tensor) -> Rates:
-    """Return the loss (C,) float64, the moments (p, 2, C, B F + 1) of A and B, and the slopes of the terms (P,).
-
-    ``tables`` (p, 4, C, B F + 1) has R_N, R_P and their slopes as polynomials; without the slopes, only the loss is
-    computed.
-    """
-    assert problem.key_weight is not None
-    tables, share_of = tables.flatten(-2), problem.share  # [p, n, C (B F + 1)]
-    rates, terms = share_of.new_empty(2, share_of.numel()), torch.empty_like(share_of)
-    loss, half = share_of.new_zeros(problem.scores.shape[0]), problem.at_positives(problem.key_weight) / 2
-    for _, part in chunks(share_of[None]):
-        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
-        r_n, r_p, *slopes = evaluate(tables, *at)
-        r_p = r_p + half[part]
-        total, share = r_n + r_p, share_of[part]
-        loss.index_add_(0, problem.class_of[part], share * (r_n / total))
-        if slopes:
-            factor = share / total**2
-            rates[0, part], rates[1, part] = factor * r_p, factor * r_n
-            terms[part] = factor * (slopes[0] * r_p - slopes[1] * r_n)
-    if tables.shape[1] == 2:
-        return loss, None, None
-    return loss, torch.stack(_moments_of_positives(rates, problem.scores, bins, order, places), dim=1), terms
 
 
 def _grid_of(bins: Bins, order: Order, temperature: float, device: torch.device) -> Grid:
@@ -437,46 +429,3 @@ def _coefficients(tables: Tensor, grid: Grid) -> Tensor:
     """Return (p, n, C, B F + 1) float64: n values (n, C, B, F p) at the fine nodes as polynomials of the fine bins."""
     polynomials = coefficients(tables, grid.matrices, torch.float64).view(grid.order.p, *tables.shape[:2], -1)
     return F.pad(polynomials, (0, 1))  # 0 for the rows that take no part
-
-
-def read_gradient(
-    polynomials: Tensor, terms: Tensor | None, problem: Problem, bins: Bins, places: Places, gradient: Tensor
-) -> None:
-    """Write the gradient of the rows of ``problem`` into ``gradient`` (C, M).
-
-    ``polynomials`` and ``terms`` are the results of :func:`solve_at_positives`; ``terms`` is None for those of
-    :func:`solve`.
-    """
-    # Every row is treated as a negative first, then the positives are overwritten.
-    pull, weight = polynomials[:, 0].to(problem.scores.dtype), problem.weight_of_negatives
-    if places.rows is None and _reads_rows_in_c(problem, bins) and gradient.is_contiguous():
-        native.evaluate(pull, problem.scores, problem.member, *bins.numbering, gradient, weight=weight)
-    else:
-        for c, m in chunks(problem.scores):
-            value = evaluate(pull[:, c], *(places.rows or _locate_chunk(problem, bins, c, m)))
-            gradient[c, m] = value if weight is None else value.mul_(weight[c, m])
-    # Both terms of a positive contain its pair with itself. With few rows near it their difference is much smaller than
-    # either, so it is computed before rounding to the dtype of the scores.
-    tables = polynomials[:, 1:].flatten(-2)  # [p, 2, C (B F + 1)], or without slopes [p, 1, C (B F + 1)]
-    own_weight = None if problem.key_weight is None else problem.at_positives(problem.key_weight)
-    for _, part in chunks(problem.share[None]):
-        at = (place[:, part].expand(tables.shape[1], -1) for place in (places.bin_of, places.u))
-        from_others, *slope = evaluate(tables, *at)
-        if terms is None or own_weight is None:
-            value = from_others + slope[0] * problem.share[part]
-        else:
-            value = from_others * own_weight[part] + terms[part]
-        gradient[problem.class_of[part], problem.row_of[part]] = value.to(gradient.dtype)
-
-
-def _reads_rows_in_c(problem: Problem, bins: Bins) -> bool:
-    others = problem.positive, problem.member, problem.key_weight
-    return bins.outside is None and native.is_usable(problem.scores, *others)
-
-
-def _locate_chunk(problem: Problem, bins: Bins, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the fine bin and the position of each row, (c, m) each; rows that take no part go to the extra bin."""
-    index, u = locate(bins, problem.scores[classes, rows], classes)
-    if problem.member is not None:
-        index = index.masked_fill_(~problem.member[classes, rows], bins.num_fine)
-    return index, u

@@ -74,8 +74,8 @@ def smooth_ap_direct(problem: Problem, with_grad: bool, above: Tensor | None = N
 def smooth_ap_sorted(problem: Problem, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return the same for finite scores, in float64: neighbouring positives with the rows near them, chunk by chunk.
 
-    If no two rows are within the cutoff of each other, the cutoff would drop the whole gradient. If there are few pairs
-    beyond it, they are summed too, as far as the dtype of the scores can represent their gradient.
+    Where few pairs are beyond the cutoff they are summed too, as far as the dtype of the scores can represent their
+    gradient: they are all of it if no two rows are within the cutoff of each other.
     """
     scores, positive, member, class_of, row_of, share, temperature, key_weight, *_ = problem
     loss, gradient = share.new_zeros(len(scores)), torch.zeros_like(scores, dtype=torch.float64)

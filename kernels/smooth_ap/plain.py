@@ -71,10 +71,7 @@ def plain_loss_and_gradient(
     with_grad: bool = True,
     key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss (C,) float64, its gradient (C, M), empty unless ``with_grad``, and the validity (C,).
-
-    Where there is a ``key_weight``, it is the weight in the mean too.
-    """
+    """Return the results of ``smooth_ap_and_gradient``; a ``key_weight`` is the weight in the mean too."""
     num_classes, num_rows = scores.shape
     if num_rows == 0:
         nothing = scores.new_zeros(num_classes)
@@ -144,8 +141,8 @@ def _kept_columns(device: torch.device) -> Tensor:
 def _product(matrix: Tensor, columns: Tensor, plus: Tensor | None, factor: float = 1.0) -> Tensor:
     """Return ``plus + factor * matrix @ columns``, (C, M, M) and (C, M, n).
 
-    In a compiled graph it consists of sums, which the compiler fuses with the computation of the matrix.
-    ``torch.where`` replaces ``stack``, and above ``cat``, which it does not fuse.
+    In a compiled graph it consists of sums, which the compiler fuses with the matrix, and of ``torch.where`` for
+    ``stack``, which it does not fuse.
     """
     if not torch.compiler.is_compiling():
         others, beta = (columns.new_empty(()), 0) if plus is None else (plus, 1)

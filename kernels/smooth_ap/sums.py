@@ -48,7 +48,9 @@ def smooth_ap_sums(
 
     .. math:: 1 - \frac{r_i}{r_i + n_i} = \frac{n_i}{r_i + n_i}
 
-    The right side loses no digits when a positive is ranked almost perfectly.
+    The right side loses no digits when a positive is ranked almost perfectly. A class is valid if it has a positive of
+    positive weight and a negative. An invalid class has a loss of 0 with zero gradient. A class with a NaN score is
+    NaN, valid or not. The gradient is linear in the incoming one, so the forward computes it together with the loss.
 
     Args:
         scores: (C, M) float32 or float64.
@@ -61,12 +63,6 @@ def smooth_ap_sums(
             all M^2 pairs and reads no value. ``"auto"`` takes the fastest on the device.
         num_positive: the number of positives if the host knows it; otherwise the host may wait for the device.
         key_weight: None for 1, or ``weight``: w, the weight of each row where rows are compared, > 0 for members.
-
-    Returns:
-        The loss, float64, and the validity, bool. A class is valid if it has a positive of positive weight and a
-        negative. An invalid class has a loss of 0 with zero gradient. A class with a NaN score is NaN, valid or not.
-
-    O(C M) memory. The gradient is linear in the incoming one, so the forward computes it together with the loss.
     """
     if torch.compiler.is_compiling() and (method == "plain" or (method == "auto" and plain_is_faster(scores))):
         return smooth_ap_plain(scores, positive, member, weight, temperature, key_weight)
@@ -88,15 +84,9 @@ def try_in_c(
 ) -> tuple[Tensor, Tensor, float] | None:
     """Return the results of :func:`smooth_ap_sums` and the temperature from one call of C; None if it does not apply.
 
-    It applies to few rows on the host whose scores are finite and whose targets are all classes, see native/sums.c.
-
-    Args:
-        rows: (M, C) scores.
-        targets: (M,) int64, indices of the classes, or 0 and 1 for one class.
-        weight, key_weight: (M,) in the dtype of the scores; None for 1.
-        ignore_index: the target of rows to leave out; with such a row the result is None.
-        temperature: > 0; None for ``multiple`` times the spread of the scores.
-        multiple: > 0.
+    It applies to few rows (M, C) on the host whose scores are finite, whose targets (M,) int64 are all classes, and
+    whose weights (M,) have the dtype of the scores. A temperature of None is ``multiple`` times the spread of the
+    scores.
     """
     if not (0 < len(targets) <= MOST_SCORES and rows.is_cpu and rows.dtype in native.FUNCTIONS) or is_followed():
         return None
@@ -292,8 +282,6 @@ def _list_positives(
 ) -> Problem:
     """List the positives of the valid classes with their shares.
 
-    On the host the counts come from the list, because reducing a mask along a dimension takes as long there as a pass
-    over the bins.
     Dropping the positives of invalid classes would wait for an accelerator, so there they stay with shares of 0.
     """
     num_classes = scores.shape[0]
@@ -305,7 +293,7 @@ def _list_positives(
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
         share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
         return Problem(scores, positive, None, class_of, row_of, share, temperature, None, positive.new_ones(1), True)
-    if positive.is_cpu:
+    if positive.is_cpu:  # to reduce the mask along a dimension takes as long there as a pass over the bins
         count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     else:
         count = positive.sum(dim=1)
@@ -340,10 +328,7 @@ class _OneClass(NamedTuple):
 def _read_one_class(
     scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, num_positive: int
 ) -> _OneClass:
-    """Read what decides on the form for the only class; waits for the device once.
-
-    A ``num_positive`` below 0 is not known.
-    """
+    """Read what decides on the form for the only class, once; a ``num_positive`` below 0 is not known."""
     if member is None:
         values = [*scores.aminmax()]
     else:
@@ -386,9 +371,8 @@ def _make_finite(problem: Problem, ends: tuple[Tensor, Tensor] | None) -> tuple[
     if one of them is a positive, the class is NaN by the definition, like a class with a NaN. Rows that take no part
     move to a positive, so that they do not widen the range.
 
-    Returns:
-        The problem, the lowest and the highest scores, (C,) each on the host, and which classes are NaN, None if every
-        score was finite. ``ends`` are the lowest and the highest scores of the members, if they are known.
+    Returns the problem, the lowest and the highest scores, (C,) each on the host, and which classes are NaN, None if
+    every score was finite. ``ends`` are the lowest and the highest scores of the members, if they are known.
     """
     scores, positive, member, class_of, row_of, *_ = problem
     if member is not None:
@@ -412,17 +396,13 @@ def move_infinities(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move infinite scores beyond the reach of every finite one. The rows may be one of several parts.
 
+    Returns the scores, of which NaN becomes 0, the negated lowest and the highest of them over the parts (2, C)
+    float64, and the classes with two equal infinities of which one is a positive, (C,) bool.
+
     Args:
-        scores: (C, M). NaN becomes 0.
-        positive: (C, M) bool.
-        member: (C, M) bool: the rows whose infinities are moved; None for all.
-        temperature: > 0.
+        scores, positive, member: (C, M), as for :func:`smooth_ap_sums`.
         largest: returns the largest numbers (2, C) float64 over the parts; None if there are no others.
         add: returns the sums of numbers (4, C) float64 over the parts; None if there are no others.
-
-    Returns:
-        The scores, the negated lowest and the highest of them over the parts (2, C) float64, and the classes with two
-        equal infinities of which one is a positive, (C,) bool.
     """
     ends = ends_of(scores.detach(), scores.isfinite())  # where an infinite score moves to is a constant
     counts = ends.new_zeros(4, scores.shape[0])

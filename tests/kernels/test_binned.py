@@ -302,7 +302,7 @@ def numbers_of_the_head(scores: Tensor) -> list[str]:
 
     order = node_tables.Order(fine=1, p=2, q=2)
     bins, loss, gradient = by_bins(order)
-    of_all, positives, _ = binned.moments_of(problem, bins, order, binned.find_places(problem, bins))
+    of_all, positives, _ = binned.Places.of(problem, bins).moments(order)
     moments = torch.stack([of_all - positives, positives], dim=2)[..., :-1].unflatten(-1, (3, 1))  # [p, 1, 2, B, 1]
     grid = binned._grid_of(bins, order, 1.0, scores.device)
     weights, fields = node_tables.fine_weights(moments, grid.matrices), binned.fields_of(moments, grid)

@@ -369,12 +369,12 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
 @needs_extension
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several classes, with weights of one, which it adds up, and others, whose sums it only reads."""
+    """Of several classes, with weights of one and others."""
     monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=1000))
     keys, _, _ = rows(2, 3000, dtype)
     ones, others = torch.ones(2, 3000, 1, dtype=dtype), torch.rand(2, 3000, 1, dtype=dtype)
     calls, plain = [], native.moments
-    monkeypatch.setattr(native, "moments", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr(native, "moments", lambda *given, **more: calls.append(given) or plain(*given, **more))
     for weights in (ones, others):
         found = []
         for functions in (native.FUNCTIONS, {}):
@@ -386,7 +386,7 @@ def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: p
                 found.append([sums.detach(), queries.grad, points.grad])
         for ours, torchs in zip(*found):
             assert (ours - torchs).norm() <= 2 * LIMITS[dtype] * torchs.norm()
-    assert len(calls) == 2  # of the keys with ones, forward and backward
+    assert len(calls) == 6  # of the keys, forward and backward, and of the queries, backward
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------
@@ -467,9 +467,9 @@ def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
     changed, is_of_all = NOT_PLAIN[kind], kind in ("fewer rows", "another dtype")
     for tensor in (scores[0], scores[0].double(), positive[0].long(), member[0]):
         if tensor.is_floating_point() or kind != "negative bit":
-            assert native._address(tensor, tensor.dtype, (60,))
-            with pytest.raises(ValueError, match="a tensor for C: expected"):
-                native._address(changed(tensor), tensor.dtype, (60,))
+            given, shape = (scores, scores.dtype, scores.shape), (60,)
+            assert all(native._addresses(given, (tensor, tensor.dtype, shape)))
+            assert native._addresses(given, (changed(tensor), tensor.dtype, shape)) == []
     if kind == "freed":
         return  # torch reads it, and the process ends
     assert is_of_all or not native.is_usable(changed(scores))
