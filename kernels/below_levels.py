@@ -39,21 +39,18 @@ class Carriers(NamedTuple):
 
 
 def below_levels(
-    scores: Tensor, share: Tensor, levels: Levels, weights: list[float], taus: Tensor, carriers: Carriers | None
+    scores: Tensor,  # (C, M), float32 or float64
+    share: Tensor,  # (C, M), the weights of the positives; 0 for all other rows
+    levels: Levels,  # (C, L)
+    weights: list[float],  # of the levels
+    taus: Tensor,  # (C,) > 0, the width of the sigmoid in units of the scores, detached
+    carriers: Carriers | None,  # None for levels without a gradient; then only positives have one
 ) -> Tensor:
     """Return the loss of each class, (C,) float64, NaN for a class with a NaN score.
 
     Live rows alone have a gradient. The levels pass theirs to the live ``carriers.rows`` of finite score, and only live
     positives then have one: the gradient of the live rows adds up to 0. In a class without such a row no positive has a
     gradient either, because otherwise all scores would rise together. An infinite level has no gradient.
-
-    Args:
-        scores: (C, M), float32 or float64.
-        share: (C, M), the weights of the positives; 0 for all other rows.
-        levels: (C, L), detached.
-        weights: of the levels.
-        taus: (C,) > 0, the width of the sigmoid in units of the scores, detached.
-        carriers: None for levels without a gradient; then only positives have one.
     """
     rows, live, weight = carriers or Carriers(None)
     with_grad = torch.is_grad_enabled() and scores.requires_grad
@@ -223,7 +220,6 @@ def write_relative_slopes(
 
     d_0 is the distance of the nearest row, t = exp(-(d - d_0) / tau), and t_0 = exp(-d_0 / tau), so that s'(d / tau) =
     t t_0 / (1 + t t_0)^2. The distances are float64, in which differences of float32 scores are exact or nearly so.
-    ``rates`` (C,) are -1 / tau.
     """
     origin = origin.double()
 

@@ -6,8 +6,8 @@ The line is cut into coarse bins of width H, and each of these into F fine bins:
     fine      | 0 | 1 | 2 | ...         | F-1 | 0 | 1 | ...
     a row         ^ at u in [-1, 1] of its fine bin
 
-H is a power of two between 2 and 4 temperatures, in units of the scores. Division by a power of two is exact, so the
-position u inside a bin is exact too, even in float32 and far from 0.
+H is a power of two between 2 and 4 temperatures. Division by a power of two is exact, so u is exact too, even in
+float32 and far from 0.
 
 An empty bin costs as much as a full one. If the scores of a single class spread over many more coarse bins than its
 rows can fill (one logit of 1e30, two clusters), a window of bins covers the bulk, and outside of it only occupied bins
@@ -69,12 +69,7 @@ class Bins(NamedTuple):
 def find_bins(scores: Tensor, low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins | None:
     """Return bins that hold all ``scores`` (C, M), finite; None if most bins would be empty.
 
-    Args:
-        scores: (C, M).
-        low: (C,) the lowest score of each class, on the host or on the device of the scores, which is then waited for.
-        high: (C,) the highest.
-        temperature: > 0.
-        fine: F, fine bins per coarse bin.
+    ``low`` and ``high`` (C,) are the ends of each class, on the host or on the device, which is then waited for.
     """
     bins = cover(low, high, temperature, fine)
     if bins.window <= most_bins(scores.shape[1]):
@@ -93,15 +88,12 @@ def cover(low: Tensor, high: Tensor, temperature: float, fine: int) -> Bins:
 
 
 def most_bins(num_rows: int) -> int:
-    """Return how many coarse bins a class may have. More would mostly be empty and cost more than the rows."""
+    """Return how many coarse bins a class may have; more would mostly be empty and cost more than the rows."""
     return min(max(MOST_EMPTY, num_rows // ROWS_PER_BIN), max(1, num_rows // FEWEST_ROWS), MOST_EXACT)
 
 
 def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
-    """Return bins with a window on the bulk of ``scores`` (M,), and one for each occupied bin outside of it.
-
-    None if there would still be too many bins, or too few rows in them.
-    """
+    """Return a window on the bulk of ``scores`` (M,) and a bin for each occupied one outside; None if too many."""
     size = scores.numel()
     sample = scores[:: max(1, size // MOST_EMPTY)].sort().values
     trim = sample.numel() // 1000
@@ -126,8 +118,7 @@ def cover_bulk(scores: Tensor, temperature: float, fine: int) -> Bins | None:
 def compact_ids(bins: Bins, reach: int) -> Tensor | None:
     """Return (B,) int64 numbers of the coarse bins with gaps of at most ``reach + 1``; None if they are contiguous.
 
-    Shorter gaps do not change which bins are within ``reach`` of each other. The original numbers may be as large as
-    1e36, where float64 does not hold every integer.
+    The original numbers may be as large as 1e36, where float64 does not hold every integer.
     """
     if bins.outside is None:
         return None
@@ -148,9 +139,8 @@ def chunks(scores: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
-    """Return the fine bin, int64, and the position u in [-1, 1] of each row of ``scores`` (c, m), (c, m) each.
-
-    All scores are finite; ``classes`` says which classes they belong to.
+    """Return the fine bin, int64, and the position u in [-1, 1] of each finite score (c, m) of ``classes``, (c, m)
+    each.
     """
     scaled = scores * (bins.fine / bins.width)
     rounded = scaled.round()
@@ -181,11 +171,8 @@ class Line(NamedTuple):
     member: Tensor | None = None  # [C, M] bool, the rows that take part; None for all. The others are in an extra bin
     places: tuple[Tensor, Tensor] | None = None  # what `locate` returns for all; None if they are too many to keep
 
-    def located(self) -> Line:
-        """Return the line with its places."""
-        return self._replace(places=self._locate(slice(None), slice(None)))
-
-    def _locate(self, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+    def locate(self, classes: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the fine bin and the position of some rows, (c, m) each."""
         index, u = locate(self.bins, self.scores[classes, rows], classes)
         if self.member is not None:
             index = index.masked_fill_(~self.member[classes, rows], self.bins.num_fine)
@@ -197,7 +184,7 @@ class Line(NamedTuple):
             yield slice(None), slice(None), *self.places
             return
         for c, m in chunks(self.scores):
-            yield c, m, *self._locate(c, m)
+            yield c, m, *self.locate(c, m)
 
     def is_read_in_c(self, weight: Tensor | None) -> bool:
         """Return whether C reads the rows, with ``weight``; not where their places are known."""
@@ -228,7 +215,7 @@ class Line(NamedTuple):
 
 
 def num_lanes(scores: Tensor, size: int) -> int:
-    """Return how many tables of ``size`` bins each class of ``scores`` (C, M) gets. Each is summed by one thread."""
+    """Return how many tables of ``size`` bins each class of ``scores`` (C, M) gets, each summed by one thread."""
     lanes = costs_of(scores.device).lanes
     return lanes if scores.shape[0] == 1 and scores.shape[1] > lanes * size else 1
 
@@ -236,8 +223,7 @@ def num_lanes(scores: Tensor, size: int) -> int:
 def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None = None) -> None:
     """Add the powers of ``u`` (c, m), each times its ``weight``, to ``moments`` (p, c, bins) at ``index`` (c, m).
 
-    If there are more tables than classes, there is one class, and each table takes an equal part of its rows. If the
-    rows do not divide evenly, the first table takes the remainder with ``Costs.interleaved``, and all of them without.
+    With more tables than classes each takes an equal part of the rows of the only class, and the first the remainder.
     The sums are float64: with ties a bin may sum millions of equal numbers, and a float32 sum would stop growing.
     """
     lanes, takes_turns = moments.shape[1], costs_of(u.device).interleaved and index.shape[0] == 1
@@ -258,10 +244,7 @@ def add_moments(moments: Tensor, index: Tensor, u: Tensor, weight: Tensor | None
 
 
 def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Return the polynomial of each row's bin at the row, (c, m), from ``coefficients`` (p, c, bins).
-
-    ``index`` and ``u``, (c, m) each, are the bins of the rows and the positions in them.
-    """
+    """Return the polynomials ``coefficients`` (p, c, bins) at rows in the bins ``index``, at ``u``; (c, m) each."""
     costs = costs_of(u.device)
     lanes = costs.lanes if u.shape[0] == 1 and not costs.interleaved else u.shape[0]
     index, position = _over_lanes(index, lanes), _over_lanes(u, lanes)
@@ -273,7 +256,7 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
-    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly; otherwise return them unchanged.
+    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly, else as they are.
 
     A lane is a run of rows, or with ``takes_turns`` every ``lanes``-th row.
     """
@@ -283,10 +266,7 @@ def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
 
 
 def _is_outside(relative: Tensor, bins: Bins) -> Tensor:
-    """Return which fine bins are outside of the window; they are numbered from its first bin.
-
-    The number is NaN for the difference of two infinities, and counts as outside.
-    """
+    """Return which fine bins, numbered from that of the window, are outside of it; NaN, of two infinities, is."""
     return ~((relative >= 0) & (relative < bins.window * bins.fine))
 
 

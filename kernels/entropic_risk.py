@@ -43,38 +43,24 @@ _LOOK = 6  # values of m that are tried at a time where the host reads without w
 
 
 def risk_and_gradient(
-    scores: Tensor,
-    positive: Tensor,
-    member: Tensor | None,
-    iid: Tensor | None,
-    live: Tensor | None,
-    weight: Tensor | None,
-    key_weight: Tensor | None,
-    scales: Tensor | None,
-    budget: float,
-    tilt: float | None,
-    num_positive: int | None,
-    with_grad: bool,
-    with_variance: bool,
+    scores: Tensor,  # (C, M) float32 or float64, contiguous, with a row
+    positive: Tensor,  # (C, M) bool, a subset of ``member``
+    member: Tensor | None,  # (C, M) bool: the rows that take part; None for all
+    iid: Tensor | None,  # (M,) or (C, M) bool: the rows that may be rivals; None for all
+    live: Tensor | None,  # (M,) bool: the rows that may be positives of the mean; None for all
+    weight: Tensor | None,  # (M,) or (C, M) >= 0, of the positives in the mean; None for 1
+    key_weight: Tensor | None,  # (M,) or (C, M) > 0 for members: a rival counts as so many; None for 1
+    scales: Tensor | None,  # (C,) float64, s > 0, detached; None for 1
+    budget: float,  # > 0 and <= 1, the share of the rivals that counts
+    tilt: float | None,  # lambda > 0; None to find it from ``budget``
+    num_positive: int | None,  # of a single class; None if the host does not know
+    with_grad: bool,  # False for an empty gradient
+    with_variance: bool,  # False for an empty variance
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, its gradient (C, M), the validity, lambda, and the variance of the losses, (C,) each, float64.
 
     A class is valid if it has a positive of positive weight and a rival. An invalid class has a loss of 0 with zero
     gradient, and a lambda of 1. A class with a NaN score is NaN, valid or not.
-
-    Args:
-        scores: (C, M) float32 or float64, contiguous, with a row.
-        positive: (C, M) bool, a subset of ``member``.
-        member: (C, M) bool: the rows that take part; None for all.
-        iid: (M,) or (C, M) bool: the rows that may be rivals; None for all.
-        live: (M,) bool: the rows that may be positives of the mean; None for all.
-        weight: (M,) or (C, M) >= 0, the weight of each row as a positive, in the mean; None for equal weights.
-        key_weight: (M,) or (C, M) > 0 for members: a rival counts as so many; None for 1.
-        scales: (C,) float64, s > 0, detached; None for 1.
-        budget: > 0 and <= 1, the share of the rivals that counts.
-        tilt: lambda > 0; None to find it from ``budget``.
-        num_positive: the number of positives of a single class; None if the host does not know.
-        with_grad, with_variance: False for an empty gradient or variance.
     """
     power = 0 if tilt is None else round(min(1 / tilt, MOST_POWERS + 1.0))  # m, 0 to find it
     is_whole = tilt is None or (1 <= power <= MOST_POWERS and abs(power * tilt - 1) <= 1e-12)
@@ -115,7 +101,7 @@ def risk_and_gradient(
 def _listed(mask: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """Return where the entries of a mask (C, M) are, (C, P), with padding, and 1.0 for those without padding.
 
-    P is the largest number of entries of a class, ``count`` of a single class if the host knows it. Else it is read.
+    P is the largest number of a class, ``count`` of a single class if the host knows it. Else it is read.
     """
     if len(mask) == 1:
         index = torch.nonzero_static(mask[0], size=int(mask.sum()) if count is None else count).t()
@@ -203,8 +189,8 @@ def _by_powers(pool: _Pool, power: int, budget: float, with_grad: bool) -> tuple
 def _multiples(ratios: list[Tensor], masses: list[Tensor], goal: Tensor, count: int) -> Tensor:
     """Return the m with which the logarithm of the perplexity is nearest to the ``goal``, (C, 1) each.
 
-    The ratios and the masses are those of blocks of rows. The perplexity falls with m, of which ``count`` are tried at
-    a time, until it is small enough.
+    The ratios and masses are of blocks of rows. The perplexity falls with m: ``count`` are tried at a time until it is
+    small.
     """
     losses, excess = [ratio.clamp_min(_SMALLEST).log_() for ratio in ratios], goal[:, :0]
     while excess.shape[1] < MOST_MULTIPLES and not (excess.numel() and bool((excess[:, -1] <= _ROUNDING).all())):

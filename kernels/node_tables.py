@@ -3,9 +3,7 @@
 The kernel, a sigmoid or its slope, is analytic: its nearest pole is i pi temperatures away from the real line. On an
 interval of half-width a temperatures, the error of a polynomial through n Chebyshev nodes is therefore proportional to
 rho^-n with rho = z + sqrt(1 + z^2), z = pi / a. So a few numbers represent all rows of a bin, as sources and as
-targets. The head of smooth_ap/binned.py follows three bins by hand.
-
-This is the one-dimensional fast multipole method (Greengard and Rokhlin, 1987) with two levels.
+targets: the one-dimensional fast multipole method (Greengard and Rokhlin, 1987) with two levels.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Order(NamedTuple):
 def order_for(scores: Tensor, num_rows: int) -> Order:
     """Return the order whose error is at the level of the dtype of ``scores``, for ``num_rows`` rows of a class.
 
-    Many rows take more and narrower fine bins: each row then has 3 moments instead of 6, at the same error.
+    Many rows take more and narrower fine bins, for 3 moments instead of 6 at the same error.
     """
     if scores.dtype == torch.float64:
         return Order(32, 8, 28)
@@ -89,10 +87,8 @@ class Kernel(NamedTuple):
 
 
 def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) -> Kernel:
-    """Return the kernel for coarse bins of ``width``.
-
-    Temperatures (C,) of classes, of which ``width`` is at least twice each, give a kernel for each class:
-    (C, 2R + 1, q, q).
+    """Return the kernel for coarse bins of ``width``; of temperatures (C,), at most half of it, a kernel for each
+    class.
     """
     if isinstance(temperature, Tensor):
         reach = math.ceil(CUTOFF / 2)
@@ -148,9 +144,8 @@ def coefficients(values: Tensor, matrices: Constants, dtype: torch.dtype) -> Ten
 def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) -> Tensor:
     """Return (..., B, o) the sum over bins within reach of ``sources`` (..., B, q) through ``kernel`` (2R + 1, q, o).
 
-    A kernel (C, 2R + 1, q, o) for each class takes sources (C, n, B, q).
-    A block of bins is one matrix product: each row of the matrix holds a bin and its 2R neighbours, q numbers each.
-    ``ids`` (B,) numbers the bins if they are not contiguous.
+    A kernel (C, 2R + 1, q, o) for each class takes sources (C, n, B, q). A block of bins is one matrix product: a row
+    of the matrix is a bin and its 2R neighbours. ``ids`` (B,) numbers the bins if they are not contiguous.
     """
     count, q = sources.shape[-2:]
     matrix = kernel.flatten(-3, -2)  # [(2R + 1) q, o]
@@ -197,8 +192,7 @@ _BLOCK = 256  # entries that one product adds up on an accelerator: its triangle
 def suffix_sums(values: Tensor) -> Tensor:
     """Return (..., n) the sum over each of ``values`` (..., n) and all to its right.
 
-    CUDA has no deterministic cumsum of floating-point numbers and raises under torch.use_deterministic_algorithms. So
-    an accelerator multiplies blocks by a triangle instead, which also takes fewer kernels.
+    An accelerator multiplies blocks by a triangle, which takes fewer kernels: CUDA has no deterministic cumsum.
     """
     count = values.shape[-1]
     if values.device.type == "cpu":

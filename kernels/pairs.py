@@ -44,10 +44,7 @@ _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int
 
 
 def power_of_two(numbers: Tensor) -> Tensor:
-    """Return the powers of two next below ``numbers`` >= 0, float32 or float64, or the smallest normal number.
-
-    A division by it changes no digit.
-    """
+    """Return the powers of two next below ``numbers`` >= 0, at least the smallest normal one: exact to divide by."""
     dtype, exponent = _EXPONENT[numbers.dtype]
     return (numbers.view(dtype) & exponent).view(numbers.dtype).clamp_min(torch.finfo(numbers.dtype).tiny)
 

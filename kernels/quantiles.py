@@ -71,27 +71,6 @@ class Levels(NamedTuple):
         return distance >= self.offset, distance <= self.offset
 
 
-def upper_quantiles(
-    scores: Tensor, member: Tensor | None, fractions: Sequence[float], interpolation: str = "higher"
-) -> Tensor:
-    """Return, for each class and each fraction q, the (1 - q) quantile of the members' scores.
-
-    Equal to ``torch.quantile(scores[c][member[c]], 1 - q, interpolation=interpolation)`` for each class c; O(M) time
-    for small q, because only the tail is selected.
-
-    Args:
-        scores: (C, M) floating; entries outside ``member`` are ignored.
-        member: (C, M) bool, None for all True.
-        fractions: the q, in [0, 1]: 0 asks for the maximum, 1 for the minimum.
-        interpolation: what to return when the rank (1 - q)(n - 1) lies between two scores: ``"linear"``, ``"lower"``,
-            ``"higher"``, ``"nearest"`` (half to even) or ``"midpoint"``.
-
-    Shape:
-        output (C, len(fractions)), detached; arbitrary where a class has no member.
-    """
-    return upper_levels(scores, member, fractions, interpolation).value
-
-
 def upper_levels(
     scores: Tensor,
     member: Tensor | None,
@@ -100,13 +79,21 @@ def upper_levels(
     num_members: int | None = None,
     weight: Tensor | None = None,
 ) -> Levels:
-    """Return the quantiles of :func:`upper_quantiles` without rounding those between two scores.
+    """Return, for each class and each fraction q, the (1 - q) quantile of the members' scores, detached: (C, L).
+
+    Equal to ``torch.quantile(scores[c][member[c]], 1 - q, interpolation=interpolation)`` for each class c, without
+    rounding quantiles between two scores; arbitrary where a class has no member. Only the tail is selected.
 
     With weights w the rank of a row is the weight below it, divided by that of all other rows: (k - 1) / (n - 1) where
-    all weights are equal. So at most the share q of the weight is strictly above the (1 - q) quantile ``"higher"``.
-    Of rows with the same score the lightest is the highest. O(M log M) time.
+    all weights are equal. So at most the share q of the weight is strictly above the (1 - q) quantile ``"higher"``. Of
+    rows with the same score the lightest is the highest. O(M log M) time.
 
     Args:
+        scores: (C, M) floating.
+        member: (C, M) bool; None for all.
+        fractions: the q, in [0, 1]: 0 asks for the maximum, 1 for the minimum.
+        interpolation: what to return when the rank (1 - q)(n - 1) lies between two scores: ``"linear"``, ``"lower"``,
+            ``"higher"``, ``"nearest"`` (half to even) or ``"midpoint"``.
         num_members: the number of members of a single class; None counts them.
         weight: (M,), > 0 for members; None for 1.
     """
@@ -227,14 +214,9 @@ def _ranks_on_host(
 
 
 def ranks_of(rank: Tensor, interpolation: str) -> tuple[Tensor, Tensor | None]:
-    """Return the ranks to select, int64, and the weights of the upper of two neighbours, float64, if there are two.
+    """Return the ranks to select, int64, for the ranks (1 - q)(n - 1), (c, L) float64.
 
-    Args:
-        rank: (c, L) float64, the ranks (1 - q)(n - 1).
-        interpolation: see :func:`upper_quantiles`.
-
-    Returns:
-        One rank for each quantile, (c, L), and None; or the lower, then the upper ones, (c, 2 L), and weights (c, L).
+    One for each quantile (c, L) and None; or the lower, then the upper ones (c, 2 L), and weights of the latter (c, L).
     """
     nearest = (2 * rank).round() / 2  # half-integers too, because "nearest" rounds up or down there
     rank = torch.where((rank - nearest).abs() <= _SNAP * nearest.clamp_min(1), nearest, rank)
@@ -265,8 +247,7 @@ def _select_by_sorting(
 ) -> Tensor:
     """Return the members' scores of the ``ranks`` (c, R) as (C, R), from one tail if it holds them all.
 
-    The ranks may be on the host, where arithmetic with them launches nothing.
-    ``last`` is the largest rank, of each class (C, 1) or of all.
+    ``last`` is the largest rank, of each class (C, 1) or of all. On the host, arithmetic with ranks launches nothing.
     """
     # Branches, because torch.compile may make the outcome of a comparison symbolic, which topk does not take.
     if max(fractions) <= 0.5:
@@ -309,13 +290,8 @@ def _select_by_brackets(scores: Tensor, member: Tensor | None, ranks: list[list[
 
 
 def _select_in_row(row: Any, inside: Any, ranks: list[int], places: Any) -> list[float]:
-    """Return the scores of the ``ranks``, in any order, among the entries of ``row`` that are ``inside``; None for all.
-
-    Args:
-        row: (M,) array of scores.
-        inside: (M,) array of bools, or None.
-        ranks: counted from the lowest score.
-        places: indices of the sample in the row.
+    """Return the scores of the ``ranks`` from the lowest, in any order, among the entries ``inside`` of ``row``; None
+    for all.
     """
     count = row.size if inside is None else int(numpy.count_nonzero(inside))
     sample = row[places] if inside is None else row[places][inside[places]]
@@ -349,7 +325,7 @@ def _bracket(rank: int, count: int, size: int) -> tuple[int, int]:
 
 
 def _between(row: Any, inside: Any, sample: Any, first: int, beyond: int, count: int) -> tuple[Any, int]:
-    """Return the scores between two places of the ``sample``, ends included, and how many scores are below them."""
+    """Return the scores between two places of the ``sample``, ends included, and how many scores are below."""
     below, chosen = 0, inside
     if first >= 0:
         chosen = row >= sample[first]

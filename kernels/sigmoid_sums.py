@@ -95,15 +95,9 @@ def sigmoid_sums(
 
 
 def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temperatures: Tensor) -> Tensor:
-    """Return the sums (C, Q, n) of :func:`sigmoid_sums` with a temperature for each class.
+    """Return the sums (C, Q, n) of :func:`sigmoid_sums` of float32 or float64 with a temperature (C,) for each class.
 
     Dividing the scores by their temperatures beforehand would round those that are far from 0.
-
-    Args:
-        queries: (C, Q), float32 or float64.
-        keys: (C, K), the dtype of ``queries``.
-        weights: (C, K, n), the dtype of ``queries``.
-        temperatures: (C,), > 0, detached.
     """
     widths = temperatures.to(queries.dtype)
     sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, _may_need_grad(weights))[0]
@@ -138,9 +132,8 @@ class _Request(NamedTuple):
         return num_pairs == 0 or costs_of(self.queries.device).pairs_are_faster(num_pairs, num_rows)
 
     def ends(self) -> Tensor | None:
-        """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
-
-        None if :meth:`is_direct`. Waits for the device once.
+        """Return the ends of each class and its temperature, (3, C) on the host, which waits once; None if
+        :meth:`is_direct`.
         """
         queries, keys = self.queries, self.keys
         if self.is_direct():
@@ -152,8 +145,8 @@ class _Request(NamedTuple):
     def num_parts(self) -> int:
         """Return the number of parts of several classes for which bins are tried again; 1 sums the pairs directly.
 
-        Bins may suit a part if they do not suit all classes together: only up to ``MOST_KERNELS`` classes may have
-        kernels of their own, and only a single class may have bins outside of its window.
+        Bins may suit a part of the classes: only ``MOST_KERNELS`` may have kernels of their own, and only one bins
+        outside.
         """
         if self.method == "direct":
             return 1
@@ -184,10 +177,7 @@ def _sums(
     temperatures: Tensor | None,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (C, Q, n), and :meth:`_Request.ends` for the backward, NaN if they were not read.
-
-    ``temperatures`` (C,), if given, replace ``temperature``. Only the backward uses ``with_weights``.
-    """
+    """Return the sums (C, Q, n), and :meth:`_Request.ends` for the backward, NaN if they were not read."""
     request = _Request(queries, keys, weights, temperature, method, temperatures)
     ends = request.ends()
     # The compiler must know the shape, so it is the same if nothing was read.
@@ -228,8 +218,6 @@ def _gradients(
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights; that of the weights is empty unless ``with_weights``.
-
-    ``ends`` are those of the forward, NaN if they were not read.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
@@ -281,8 +269,8 @@ def _gradients(
 def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:
     """Return tables of bins that hold queries (C, Q) and keys (C, K), or None if the pairs must be summed directly.
 
-    If several classes have a temperature each, the scores of each class are multiplied by a power of two, which is
-    exact, so that all temperatures are between 1 and 2 and the classes can share the width of their bins.
+    The scores of classes with temperatures of their own are multiplied by powers of two, which is exact, so that all
+    temperatures are between 1 and 2 and the classes can share the width of their bins.
     """
     if not bool(ends[:2].isfinite().all()):
         return None

@@ -1,16 +1,13 @@
 """The spread of scores: the unit of an automatic temperature.
 
 It is the interquartile range of each class divided by 1.349, which is the standard deviation of normal scores, averaged
-over the classes. Where most scores of a class are tied, or hardly differ, the range says nothing about the others: if
-it is less than a hundredth of the standard deviation without the 1 % most extreme scores at each end, that deviation
-takes its place.
+over the classes, of a sample of about 4,096 scores that depends only on the shape. If the range is less than a
+hundredth of the standard deviation without the 1 % most extreme scores at each end, because most scores of a class are
+tied or hardly differ, that deviation takes its place.
 
 A width at the level of the rounding of the scores counts as 0: a model that gives all rows the same score up to
 rounding must not get a temperature of 1e-9, and gradients of 1e9. Scores that are all numbers of half precision are
 judged by its rounding, whatever their dtype is now.
-
-The spread is that of a sample of about 4,096 scores. The sample depends only on the shape, so that processes with the
-same rows get the same spread.
 """
 
 from __future__ import annotations
@@ -42,14 +39,11 @@ _MOST_CLASSES = MOST_SCORES // LEAST_ROWS
 
 
 def spread_of(scores: Tensor, member: Tensor | None) -> float:
-    """Return the spread of the members' scores, a finite number > 0; waits for the device.
+    """Return the spread of the scores (C, M) of the ``member`` (C, M), None for all; finite and > 0. It waits for the
+    device.
 
     Infinite and undefined scores are left out, and so are classes without a spread. If no class of the sample has one,
     a pool of moderate size is used whole. If that does not help, the spread is 1.
-
-    Args:
-        scores: (C, M), float32 or float64.
-        member: (C, M) bool: the rows that take part; None for all.
     """
     scores = scores.detach()
     sample = sample_of(scores, member)
@@ -61,10 +55,10 @@ def spread_of(scores: Tensor, member: Tensor | None) -> float:
 
 
 def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
-    """Return the scores in units of their spread, from the median of their class; reads no value.
+    """Return the scores in units of their spread, from the median of their class, 0 outside of ``member``; reads no
+    value.
 
-    This is for graphs of ``torch.compile`` and for the meta device. Centring comes first, because scores far from 0
-    that are divided alone would be rounded. Scores of rows that are no members are 0.
+    For graphs of ``torch.compile`` and the meta device. Division alone would round scores that are far from 0.
     """
     if scores.numel() == 0:
         return scores
@@ -106,8 +100,7 @@ def sample_of(scores: Tensor, member: Tensor | None) -> Tensor:
 def evenly_spaced(count: int, among: int, device: torch.device) -> Tensor:
     """Return (count,) int64 numbers in [0, among), increasing: one from each of ``count`` equal parts, in turn.
 
-    The place within its part follows the multiples of the golden ratio, which have no period: evenly spaced rows of a
-    batch in which positives and negatives alternate could be positives alone.
+    Their places in the parts are multiples of the golden ratio, which have no period: positives may come in a rhythm.
     """
     number = torch.arange(count, dtype=torch.float64, device=device)
     return ((number + (number * _GOLDEN).frac()) * (among / count)).to(torch.int64)
@@ -125,7 +118,6 @@ def index_of_sample(num_classes: int, num_rows: int, device: torch.device) -> tu
 
 
 def _nan_outside(scores: Tensor, member: Tensor | None) -> Tensor:
-    """Return the scores, NaN where a row is no member."""
     return scores if member is None else torch.where(member, scores, math.nan)
 
 
@@ -154,7 +146,7 @@ def spread_or_zero(sample: Tensor) -> float:
 def _sorted(sample: Tensor) -> tuple[Tensor, Tensor]:
     """Return halves of the finite scores of each class in order (c, n) float64, 0 after them, and their number (c,).
 
-    Halves, because the difference of two finite scores may be infinite.
+    The difference of two finite scores may be infinite, that of their halves is not.
     """
     finite = sample.isfinite()
     count = finite.sum(dim=1)
@@ -188,7 +180,7 @@ def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
 
 
 def _rounding(sample: Tensor) -> Tensor:
-    """Return the width, relative to the scores, up to which differences in ``sample`` may be rounding alone."""
+    """Return the width, relative to the scores, up to which differences may be rounding alone."""
     result = torch.full((), _ROUNDING[sample.dtype], dtype=torch.float64, device=sample.device)
     finite = sample.isfinite()
     for dtype in (torch.float16, torch.bfloat16):  # few numbers may fit both: the coarser one decides

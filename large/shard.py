@@ -76,7 +76,7 @@ class Positives(NamedTuple):
 def totals_of(pool: Pool) -> tuple[Tensor | float, ...]:
     """Return the totals of a shard for the header: number of positives, ends of the scores, largest weight.
 
-    The last is negative if the weights are not all equal. What is on the device but not read takes few kernels.
+    The last is negative if the weights are not all equal.
     """
     rows, scores = pool.rows, pool.rows.logits.t()
     if not scores.numel():
@@ -99,10 +99,7 @@ def totals_of(pool: Pool) -> tuple[Tensor | float, ...]:
 
 
 def spread_over_shards(shard: Shard) -> float | None:
-    """Return the spread of the scores of the whole pool, from the same sample as for a gathered pool.
-
-    Returns None if the sample has no spread, and the pool is small enough to use all its scores: then gather the rows.
-    """
+    """Return the spread of the whole pool as of a gathered one; None if it takes all scores: then gather the rows."""
     scores, member = shard.pool.scores.detach(), shard.pool.member
     num_classes, num_rows = scores.shape
     sizes = num_classes, shard.num_rows

@@ -1,14 +1,9 @@
 """A ranking loss over a pool whose rows stay on their ranks.
 
-What happens in a call over several ranks::
-
-    1. shard    the rows are checked, and the headers exchanged: the facts that must be
-                equal, number of rows and positives, range of the scores                    _agree
-    2. sums     sums over the rows of each class are added up over the ranks                _sum_over_ranks
-    3. reduce   the loss over the classes; counts for a logger, and hints                   _reduce
-
-If the sums are more bytes than the rows, or require all rows, step 2 returns None on every rank, and the wrapped loss
-gathers the rows.
+1. ``_agree``: the rows are checked, and the headers exchanged, with rows, positives and range of the scores. 2.
+``_sum_over_ranks``: sums over the rows of each class are added up over the ranks. If the sums are more bytes than the
+rows, or require all rows, it returns None on every rank, and the wrapped loss gathers the rows. 3. ``_reduce``: the
+loss over the classes; counts for a logger, and hints.
 """
 
 from __future__ import annotations
@@ -161,8 +156,6 @@ class ShardedLoss(nn.Module):
         """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return self.loss.fits_in_a_graph()
 
-    # The steps. Only they and `forward` use private attributes of the loss.
-
     def _agree(self, given: Batch, group: ProcessGroup) -> tuple[Shard, Batch]:
         """Check the rows of this rank, exchange the headers, and return the shard and the checked rows."""
         loss = self.loss
@@ -186,10 +179,7 @@ class ShardedLoss(nn.Module):
         return Shard.of(pool, Exchange(CALL, group), scale, agreed), rows
 
     def _sum_over_ranks(self, shard: Shard) -> PerClass | None:
-        """Return the loss of each class from sums over the ranks; None if the rows are to be gathered.
-
-        The choice depends only on numbers that are equal on all ranks.
-        """
+        """Return the loss of each class from sums over the ranks; None, on all ranks, to gather the rows."""
         loss = self.loss
         if isinstance(loss, PAUCAtBudgetLoss):
             per_class, flat = trapezoid_of_shard(shard, loss._area, loss.temperature)

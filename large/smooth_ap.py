@@ -1,25 +1,20 @@
 """Smooth-AP of rows that stay on their ranks, in one of two forms; see :mod:`fullrank.kernels.smooth_ap.binned`.
 
 moments
-    Every quantity is a function of the score that follows from the moments of bins, and moments add up over the ranks.
-    After one all-reduce of the tables every rank has the loss, and the gradient as polynomials, which it evaluates at
-    its own rows::
+    Every quantity is a function of the score that follows from the moments of bins, and moments add up over the ranks::
 
         own rows -> moments ==all-reduce==> fields -> loss, polynomials -> gradient of own rows
 
-    With weights of the rows the fields are read at the positives of each rank, and a second all-reduce adds up the loss
-    and the moments of their rates.
+With weights of the rows the fields are read at the positives of each rank, and a second all-reduce adds up the loss and
+the moments of their rates.
 
 positives
-    Only the positives travel: their scores are gathered, and two sums for each are reduced. This form requires no bins.
-    It is for scores so far apart that most bins would be empty, and for many classes, where a row has one positive and
-    C scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
+    For scores so far apart that most bins would be empty, and for many classes, where a row has one positive and C
+    scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
     R_N / (R_N + R_P + 1/2), because R_P contains the pair of i with itself. With weights of the rows it is w_i / 2::
 
         positives ==all-gather==> sums over own rows ==all-reduce==> loss, slopes -> gradient of own rows as keys
                                                                  gradient of the positives as queries ==all-reduce==>
-
-The cheapest form by ``COSTS`` is used. Where gathering the rows is cheaper than both, they are gathered.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from ..kernels.smooth_ap.sums import ends_of, move_infinities
 from ..losses.pooled.pool import PerClass
 from .shard import Positives, Shard
 
-# The cost of a byte in each form. The form of the positives computes more, and in float64.
+# The cost of a byte in each form, of which the cheapest is taken. That of the positives computes more, in float64.
 COSTS = {"moments": 1.0, "positives": 16.0, "gather": 1.0}
 
 
@@ -75,11 +70,9 @@ def smooth_ap_of_shard(shard: Shard, temperature: float) -> PerClass | None:
 def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return this rank's scores with infinite ones replaced as in a gathered pool, and the ranges over all ranks.
 
-    With one class the header has the range. Only infinite scores take two more exchanges.
-
-    Returns:
-        The scores; the negated lowest and the highest of each class over all ranks (2, C) float64, 0 without a row; and
-        (C,) bool, which classes have a NaN, and in which a positive and another row are at the same infinity.
+    The ranges are the negated lowest and the highest of each class (2, C) float64, 0 without a row. Also (C,) bool:
+    which classes have a NaN, and in which a positive and another row are at the same infinity. With one class the
+    header has the range; only infinite scores take two more exchanges.
     """
     scores, member, exchange = shard.pool.scores.detach(), shard.pool.member, shard.exchange
     if scores.shape[0] == 1:
@@ -107,7 +100,7 @@ def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tens
 
 
 def _shares_of(total: Tensor, has_negatives: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors on the weights of positives and the valid classes, both (C,), from sums over all ranks."""
+    """Return the factors on the weights of positives and the valid classes, (C,) each."""
     valid = (total > 0) & has_negatives
     return torch.where(valid, total, 1.0).reciprocal() * valid, valid
 
@@ -144,10 +137,7 @@ def _by_moments(
 
 @exact
 def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the loss (C,) float64, the gradient of the rows (C, N), and the validity (C,).
-
-    In float64: the pair of a positive with itself has a slope in both of its terms, which cancel.
-    """
+    """Return the same in float64: the pair of a positive with itself has a slope in both of its terms, which cancel."""
     pool, exchange, with_grad, num_classes = shard.pool, shard.exchange, shard.needs_gradient, scores.shape[0]
     rows, counts = Positives.of(pool), [int(count) for count in shard.positives]
     sent = [scores[rows.class_of, rows.row_of], rows.class_of.to(torch.int32)]
@@ -202,9 +192,8 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
 
 
 def _groups(class_of: Tensor, num_classes: int) -> list[tuple[Tensor, Tensor]]:
-    """Return groups of classes (c,) with similar numbers of positives, and the places (c, q) of these, -1 for none.
-
-    Within a group lists are padded to the longest, at most twice their length. Classes without positives are left out.
+    """Return groups of classes (c,), and the places (c, q) of their positives, padded to at most twice their number
+    with -1.
     """
     order = class_of.argsort(stable=True)
     count = torch.bincount(class_of, minlength=num_classes)

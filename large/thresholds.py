@@ -1,11 +1,10 @@
 """Losses at thresholds, of rows that stay on their ranks: recall at a quantile, and partial AUC by the trapezoid rule.
 
-A quantile of all rows is computed exactly, from counts that add up over the ranks, see
-:mod:`fullrank.large.selection`. The loss is then a sum over positives, and each rank sums over its own. A threshold
-with a gradient passes the slopes of all positives to the rows near it, in shares whose sum over all ranks is 1. That
-takes three more sums for each threshold, which travel with the loss::
+A quantile of all rows is exact, see :mod:`fullrank.large.selection`. Each rank then sums over its own positives. A
+threshold with a gradient passes the slopes of all positives to the rows near it, in shares whose sum over all ranks is
+1. That takes three more sums for each threshold, which travel with the loss::
 
-    own rows ==counts, 3 or 6 all-reduces==> thresholds -> sums of own rows ==all-gather==> loss, gradient of own rows
+own rows ==counts, 3 or 6 all-reduces==> thresholds -> sums of own rows ==all-gather==> loss, gradient of own rows
 
 Where gathering the rows is cheaper, or rows have weights, whose quantiles are no counts, they are gathered.
 """
@@ -47,10 +46,7 @@ def recall_of_shard(
 
 
 def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> tuple[PerClass | None, Tensor | None]:
-    """Return the missed area of each class by the trapezoid rule, and which classes have a flat reference.
-
-    The former is None if the rows are to be gathered.
-    """
+    """Return the missed area of each class, None to gather the rows, and which classes have a flat reference."""
     fractions = fractions_of(area)
     if not _pays(shard, len(fractions), area.quantile_interpolation):
         return None, None

@@ -275,28 +275,18 @@ def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -
 
 
 def moments(
-    scores: Tensor,
-    member: Tensor | None,
-    scale: float,
-    first: Tensor,
-    num_bins: int,
-    p: int,
-    positive: Tensor | None = None,
-    weight: Tensor | None = None,
+    scores: Tensor,  # (C, M), finite, usable
+    member: Tensor | None,  # (C, M) bool, the rows that take part, others in the last bin; None for all
+    scale: float,  # bins per unit of the scores, a power of two
+    first: Tensor,  # (C,) the number of the first bin of each class
+    num_bins: int,  # of a class
+    p: int,  # powers, from 0 on
+    positive: Tensor | None = None,  # (C, M) bool
+    weight: Tensor | None = None,  # (M,) or (C, M) in the dtype of the scores, factors of the rows; None for 1
 ) -> Tensor:
     """Return (p, C, num_bins + 1) float64, the sums over the rows of each bin of the powers of their positions.
 
     With ``positive`` there are two sums for each class, of the other rows and of these, (p, 2 C, num_bins + 1).
-
-    Args:
-        scores: (C, M), finite, usable.
-        member: (C, M) bool, the rows that take part; None for all. The last bin counts the others.
-        scale: bins per unit of the scores, a power of two.
-        first: (C,) the number of the first bin of each class.
-        num_bins: bins of a class.
-        p: powers, from 0 on.
-        positive: (C, M) bool.
-        weight: (M,) or (C, M) in the dtype of the scores, factors of the rows; None for 1.
     """
     (num_classes, num_rows), groups = scores.shape, 1 if positive is None else 2
     lanes = _LANES if num_classes == 1 and num_rows >= max(_MANY_ROWS, _LANES * num_bins) else 1
@@ -311,25 +301,21 @@ def moments(
 
 
 def evaluate(
-    coefficients: Tensor,
+    coefficients: Tensor,  # (p, C, num_bins + 1) in the dtype of the scores, 0 in the last bin
     scores: Tensor,
     member: Tensor | None,
     scale: float,
     first: Tensor,
     out: Tensor,
     positive: Tensor | None = None,
-    of_positives: Tensor | None = None,
+    of_positives: Tensor | None = None,  # the same in float64 for the rows that are ``positive``
     weight: Tensor | None = None,
-    terms: Tensor | None = None,
+    terms: Tensor | None = None,  # those of :func:`rates`, added for the rows that are ``positive``
 ) -> None:
     """Write into ``out`` (C, M) the polynomial of the bin of each row at the row; 0 for a row that takes no part.
 
-    Args:
-        coefficients: (p, C, num_bins + 1) in the dtype of the scores, 0 in the last bin.
-        scores: (C, M), and the arguments after it: as in :func:`moments`.
-        of_positives: the same in float64 for the rows that are ``positive``.
-        weight: as in :func:`moments`, factors of the values. With ``of_positives`` it requires ``terms``.
-        terms: those of :func:`rates`, which are added for the rows that are ``positive``.
+    The rows are as in :func:`moments`, and weights are factors of the values, which with ``of_positives`` require
+    ``terms``.
     """
     dtype, parts = scores.dtype, _parts(scores)
     tables = coefficients.permute(1, 2, 0).contiguous()
@@ -347,17 +333,18 @@ def evaluate(
 
 
 def rates(
-    tables: Tensor, scores: Tensor, positive: Tensor, weight: Tensor, scale: float, first: Tensor, factor: Tensor
+    tables: Tensor,  # (p, 4, C, num_bins + 1) float64, R_N, R_P and their slopes as polynomials; (p, 2, ...) without
+    scores: Tensor,
+    positive: Tensor,
+    weight: Tensor,
+    scale: float,
+    first: Tensor,
+    factor: Tensor,  # (C,) the share of a positive in the mean, divided by its weight
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss (C,) float64, the moments of the rates of the positives and the slopes of their terms.
 
-    See :func:`~fullrank.kernels.smooth_ap.binned.solve_at_positives`: the moments are (p, 2, C, num_bins + 1) float64.
-    The slopes are (P + 1,) float64, with a last one that counts for nothing. Both are None if ``tables`` has no slopes.
-
-    Args:
-        tables: (p, 4, C, num_bins + 1) float64, R_N, R_P and their slopes as polynomials; (p, 2, ...) without slopes.
-        scores: (C, M), and ``positive``, ``weight``, ``scale``, ``first`` as in :func:`moments`.
-        factor: (C,) the share of a positive in the mean, divided by its weight.
+    See :func:`~fullrank.kernels.smooth_ap.binned.solve_at_positives`: the moments are (p, 2, C, num_bins + 1) float64,
+    the slopes (P + 1,) float64, with a last one that counts for nothing; None where ``tables`` has no slopes.
     """
     num_classes, parts, (p, columns, _, size) = len(scores), _parts(scores), tables.shape
     tables, with_grad = tables.permute(2, 3, 0, 1).contiguous(), columns == 4

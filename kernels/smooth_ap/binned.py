@@ -229,8 +229,8 @@ class Places(NamedTuple):
         scores, class_of, row_of = problem.scores, problem.class_of, problem.row_of
         line = Line(bins, scores, problem.member)
         if len([*chunks(scores)]) <= 1 and not line.is_read_in_c(problem.key_weight):
-            line = line.located()
-            bin_of, u = (values[class_of, row_of] for values in line.places)
+            rows = line.locate(slice(None), slice(None))
+            line, (bin_of, u) = line._replace(places=rows), (values[class_of, row_of] for values in rows)
         else:
             # Each positive as a class of its own, with the window of its class: bin and position, (P, 1) each.
             values = scores[class_of, row_of][:, None]

@@ -20,7 +20,7 @@ from workers import forget_hints
 
 from fullrank import losses
 from fullrank.kernels import quantiles
-from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels, upper_quantiles
+from fullrank.kernels.quantiles import INTERPOLATIONS, upper_levels
 from fullrank.losses.pooled.base import draw_rows
 from fullrank.losses.rows import Batch, TargetRule
 
@@ -439,17 +439,17 @@ def test_quantiles_equal_those_of_numpy_and_of_the_decimal_fraction(interpolatio
     # Multiples of 1/64, for which 1 - q and (1 - q)(n - 1) have no rounding error in numpy.
     binary = [k / 64 for k in (0, 1, 5, 16, 31, 32, 33, 48, 63, 64)]
     expected = [numpy.quantile(v.numpy(), 1 - numpy.array(binary), method=interpolation).tolist() for v in values]
-    ours = upper_quantiles(scores, member, binary, interpolation)
+    ours = upper_levels(scores, member, binary, interpolation).value
     assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
     decimal = [0.005, 0.01, 0.05, 0.1, 0.3, 0.7, 0.995]
     expected = [[reference.upper_quantile(v.tolist(), q, interpolation) for q in decimal] for v in values]
-    ours = upper_quantiles(scores, member, decimal, interpolation)
+    ours = upper_levels(scores, member, decimal, interpolation).value
     assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
     for place, fraction in enumerate(decimal):
-        assert torch.equal(upper_quantiles(scores, member, [fraction], interpolation)[:, 0], ours[:, place])
+        assert torch.equal(upper_levels(scores, member, [fraction], interpolation).value[:, 0], ours[:, place])
     assert math.ceil((1 - 0.7) * 10) == 4  # 3.0000000000000004: rounding moves it past an integer
     eleven = torch.arange(11.0)[None]
-    assert upper_quantiles(eleven, torch.ones_like(eleven, dtype=torch.bool), [0.7], "higher").item() == 3.0
+    assert upper_levels(eleven, torch.ones_like(eleven, dtype=torch.bool), [0.7], "higher").value.item() == 3.0
 
 
 def test_a_member_of_minus_infinity_lies_below_all_that_are_none() -> None:
@@ -503,7 +503,7 @@ def test_undefined_scores_are_the_highest_in_brackets_too(monkeypatch: pytest.Mo
     scores[0, 3] = math.nan
     for rows in (10**9, 1):
         monkeypatch.setattr(quantiles, "BRACKETED", rows)
-        found = upper_quantiles(scores, None, [0.0, 0.5])
+        found = upper_levels(scores, None, [0.0, 0.5]).value
         assert found[0, 0].isnan()
         assert found[0, 1] == 51.0
 
