@@ -139,9 +139,7 @@ def chunks(scores: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def locate(bins: Bins, scores: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
-    """Return the fine bin, int64, and the position u in [-1, 1] of each finite score (c, m) of ``classes``, (c, m)
-    each.
-    """
+    """Return the fine bin, int64, and the position u in [-1, 1] of each finite score (c, m) of ``classes``."""
     scaled = scores * (bins.fine / bins.width)
     rounded = scaled.round()
     u = scaled.sub_(rounded).mul_(2.0)  # [c, m]

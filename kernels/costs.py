@@ -1,14 +1,8 @@
 """What the steps of the kernels cost on a kind of device: the one table of constants that were measured.
 
 The constants decide how the same sums are computed, so a wrong one costs time and changes a result only by rounding.
-To measure them on another machine or device, run::
-
-    python benchmarks/costs.py --device cuda --write
-
-It prints an entry for ``TABLE``, with the value in use next to each measured one, and puts it behind the table. Keep a
-value only if it is off by a factor of 2 or more: each was measured alone, and smaller differences are within its noise.
-
-Limits that bound memory or accuracy on every device alike, such as ``MOST_EMPTY`` in ``bins.py``, are not in the table.
+``python benchmarks/costs.py --device cuda --write`` measures them and puts an entry behind ``TABLE``. Keep a value only
+if it is off by a factor of 2 or more: each was measured alone, and smaller differences are within its noise.
 """
 
 from __future__ import annotations
@@ -69,13 +63,11 @@ _CPU = Costs(
 )
 
 # What stands for every type of device that is not listed. The seconds were measured on an NVIDIA H200; its other values
-# are those in use, or within a factor of 4 in steps whose time is the host's. The sizes of chunks fill an accelerator
-# and bound the memory, at some 64 bytes for each of 2**24 or 2**25 entries. plain_pairs follows from the model of
-# benchmarks/launches.py, 2.5e12 bytes a second and 5e-6 seconds a launch, and the H200 gave the same: where the
-# number of positives is known, 1,448 rows take 229 us by all pairs and 294 us by those of the positives, 2,048 rows 303
-# and 299, 2,896 rows 451 and 310; hence a quarter of plain_pairs there. Where it is not, the promise decides that a
-# graph of up to 4,096 rows reads no value. The threads of a warp add neighbouring rows at the same time, so these go to
-# different tables: ties would all be added at one address.
+# are those in use, or within a factor of 4 in steps whose time is the host's. Chunks fill an accelerator and bound the
+# memory, at some 64 bytes for each of 2**24 or 2**25 entries. plain_pairs follows from the promise that a graph of up
+# to 4,096 rows reads no value. Where the number of positives is known the H200 takes, by all pairs and by those of the
+# positives, 229 and 294 us for 1,448 rows, 303 and 299 us for 2,048, 451 and 310 us for 2,896; hence a quarter there.
+# The threads of a warp add neighbouring rows at the same time, so lanes take turns: ties would share one address.
 _ACCELERATOR = Costs(
     pair=5e-11,
     native_pair=math.inf,

@@ -87,9 +87,7 @@ class Kernel(NamedTuple):
 
 
 def make_kernel(matrices: Constants, width: float, temperature: float | Tensor) -> Kernel:
-    """Return the kernel for coarse bins of ``width``; of temperatures (C,), at most half of it, a kernel for each
-    class.
-    """
+    """Return the kernel for bins of ``width``; for each class, of temperatures (C,) of at most half of it."""
     if isinstance(temperature, Tensor):
         reach = math.ceil(CUTOFF / 2)
         return _kernel(matrices.nodes, reach, width, temperature.double()[:, None, None, None])

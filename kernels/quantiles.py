@@ -290,9 +290,7 @@ def _select_by_brackets(scores: Tensor, member: Tensor | None, ranks: list[list[
 
 
 def _select_in_row(row: Any, inside: Any, ranks: list[int], places: Any) -> list[float]:
-    """Return the scores of the ``ranks`` from the lowest, in any order, among the entries ``inside`` of ``row``; None
-    for all.
-    """
+    """Return the scores of the ``ranks``, in any order, among the entries ``inside`` of ``row``; None for all."""
     count = row.size if inside is None else int(numpy.count_nonzero(inside))
     sample = row[places] if inside is None else row[places][inside[places]]
     sample.sort()

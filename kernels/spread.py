@@ -39,8 +39,7 @@ _MOST_CLASSES = MOST_SCORES // LEAST_ROWS
 
 
 def spread_of(scores: Tensor, member: Tensor | None) -> float:
-    """Return the spread of the scores (C, M) of the ``member`` (C, M), None for all; finite and > 0. It waits for the
-    device.
+    """Return the spread of the members' scores (C, M), finite and > 0; waits for the device.
 
     Infinite and undefined scores are left out, and so are classes without a spread. If no class of the sample has one,
     a pool of moderate size is used whole. If that does not help, the spread is 1.
@@ -55,8 +54,7 @@ def spread_of(scores: Tensor, member: Tensor | None) -> float:
 
 
 def standardized(scores: Tensor, member: Tensor | None) -> Tensor:
-    """Return the scores in units of their spread, from the median of their class, 0 outside of ``member``; reads no
-    value.
+    """Return the scores in units of their spread, from the median of their class; reads no value.
 
     For graphs of ``torch.compile`` and the meta device. Division alone would round scores that are far from 0.
     """

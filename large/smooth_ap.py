@@ -192,8 +192,9 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
 
 
 def _groups(class_of: Tensor, num_classes: int) -> list[tuple[Tensor, Tensor]]:
-    """Return groups of classes (c,), and the places (c, q) of their positives, padded to at most twice their number
-    with -1.
+    """Return groups of classes (c,), and the places (c, q) of their positives with a padding of -1.
+
+    Lists are padded to at most twice their length. Classes without positives are left out.
     """
     order = class_of.argsort(stable=True)
     count = torch.bincount(class_of, minlength=num_classes)

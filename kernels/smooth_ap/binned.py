@@ -313,7 +313,6 @@ class Places(NamedTuple):
 class Grid(NamedTuple):
     """What the tables of a set of bins have in common."""
 
-    order: Order
     matrices: Constants
     kernel: Kernel
     ids: Tensor | None  # [B] int64 numbers of the coarse bins; None if they are contiguous
@@ -393,7 +392,7 @@ def solve_at_positives(
 def _grid_of(bins: Bins, order: Order, temperature: float, device: torch.device) -> Grid:
     matrices = constants(order, device)
     kernel = make_kernel(matrices, bins.width, temperature)
-    return Grid(order, matrices, kernel, compact_ids(bins, kernel.reach))
+    return Grid(matrices, kernel, compact_ids(bins, kernel.reach))
 
 
 def fields_of(moments: Tensor, grid: Grid) -> Fields:
@@ -427,5 +426,5 @@ def _pulled(sources: Tensor, grid: Grid) -> Tensor:
 
 def _coefficients(tables: Tensor, grid: Grid) -> Tensor:
     """Return (p, n, C, B F + 1) float64: n values (n, C, B, F p) at the fine nodes as polynomials of the fine bins."""
-    polynomials = coefficients(tables, grid.matrices, torch.float64).view(grid.order.p, *tables.shape[:2], -1)
+    polynomials = coefficients(tables, grid.matrices, torch.float64).view(grid.matrices.order.p, *tables.shape[:2], -1)
     return F.pad(polynomials, (0, 1))  # 0 for the rows that take no part

@@ -5,13 +5,13 @@ operator. It takes time and memory for M^2 pairs instead of positives x M, so it
 where launches and waits take longer than the sums.
 
 Let u_i be the share of positive i, r_i and n_i as in ``smooth_ap_sums``, s' the slope of the sigmoid, which is even,
-and A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 / tau, both 0 for rows that are not positives::
+w the weight of a row where rows are compared, and A_i = u_i r_i / (r_i + n_i)^2 / tau, B_i = u_i n_i / (r_i + n_i)^2 /
+tau, both 0 for rows that are not positives::
 
     dloss/dx_j = w_j sum_i s'_ij A_i                                                      for a negative j
     dloss/dx_j = sum_i s'_ij (-w_j B_i + w_i B_j for a positive i, -w_i A_j for a negative i)  for a positive j
 
-w is the weight of a row where rows are compared. With N, P the weights of negatives and positives, 0 for other rows,
-the gradient of every row is a sum of four products, so one matrix product and one row-wise product give all of it::
+With N, P the weights of negatives and positives, 0 for other rows, a matrix product and a row-wise one give it::
 
     tau dloss/dx_j = A_j S(-N)_j + B_j S(P)_j + P_j S(-B)_j + N_j S(A)_j,   S(y)_j = sum_i s'_ij y_i tau
 
@@ -19,9 +19,7 @@ The columns stand in one tensor (C, M, 8), each factor three columns behind the 
 
     | -N | P | -B | A | B | P | N | -1 |     and before the rates are known | -N | P | -N | P | N | P | N | -1 |
 
-Few kernels matter here: a small step on an accelerator takes as long as the host needs to launch them.
-
-The sums are in float64. A matrix product adds row after row, and in float32 the rounding of 2,000 rows, which has one
+The sums are in float64: a matrix product adds row after row, and in float32 the rounding of 2,000 rows, which has one
 sign where scores are tied, adds up to 1e-5 of the gradient. Differences, sigmoids and the result are in the dtype of
 the scores. A kernel that computes in float32 can write float64, so this takes no kernel more.
 """

@@ -137,6 +137,7 @@ class _Call:
     def __post_init__(self) -> None:
         self.rows = self.scores, self.positive, self.member, self.weight
         self.costs, self.num_rows = costs_of(self.scores.device), self.scores.shape[1]
+        self.order = order_for(self.scores, self.num_rows)
         self.arguments = *self.rows, self.temperature, self.with_grad, self.key_weight
         is_known = self.num_positive >= 0 and self.member is None and self.weight is None
         self.lists_without_a_wait = is_known and self.pairs_are_best(self.num_positive)
@@ -172,7 +173,23 @@ class _Call:
             return None
         if self.lists_without_a_wait:
             return _OneClass(self.num_positive, self.num_rows, 1.0, None)
-        return _read_one_class(*self.rows, self.num_positive)
+        (scores, positive, member, weight), number = self.rows, self.num_positive
+        if member is None:
+            values = [*scores.aminmax()]
+        else:
+            values = [torch.where(member, scores, math.inf).amin(), torch.where(member, scores, -math.inf).amax()]
+        if number < 0:
+            values.append(positive.sum(dtype=torch.float64))
+        if member is not None:
+            values.append(member.sum(dtype=torch.float64))
+        if weight is not None:
+            values.append(torch.where(positive, weight, 0.0).sum(dtype=torch.float64))
+        dtype = scores.dtype if len(values) == 2 else torch.float64
+        numbers = [*torch.stack([value.to(dtype) for value in values]).cpu()]
+        low, high = (numbers.pop(0).to(scores.dtype)[None] for _ in range(2))
+        number = int(numbers.pop(0)) if number < 0 else number
+        num_member = self.num_rows if member is None else int(numbers.pop(0))
+        return _OneClass(number, num_member, 1.0 if weight is None else float(numbers.pop()), (low, high))
 
     @cached_property
     def bins(self) -> Bins | None:
@@ -189,7 +206,7 @@ class _Call:
         low, high = _lowest_and_highest(self.scores) if ends is None else ends
         if not bool((low.isfinite() & high.isfinite()).all()):
             return None
-        bins = find_bins(self.scores, low, high, self.temperature, order_for(self.scores, self.num_rows).fine)
+        bins = find_bins(self.scores, low, high, self.temperature, self.order.fine)
         if bins is None or self.pairs_are_best(self.count, bins):
             return None
         fits = is_even or bins.num_coarse * len(self.scores) <= self.costs.tables_at_once
@@ -198,11 +215,7 @@ class _Call:
     @cached_property
     def problem(self) -> Problem:
         """The rows with a list of the positives of valid classes."""
-        if self.read is None:
-            problem = _list_positives(*self.rows, self.temperature)
-        else:
-            problem = _list_positives_of_one_class(*self.rows, self.temperature, self.read)
-        return problem._replace(key_weight=self.key_weight)
+        return _list_positives(self, *self.rows)
 
     @property
     def has_few_pairs(self) -> bool:
@@ -214,8 +227,7 @@ class _Call:
     def finite(self) -> _Finite:
         """The same with finite scores."""
         problem, low, high, undefined = _make_finite(self.problem, None if self.read is None else self.read.ends)
-        fine = order_for(self.scores, self.num_rows).fine
-        return _Finite(problem, find_bins(problem.scores, low, high, self.temperature, fine), undefined)
+        return _Finite(problem, find_bins(problem.scores, low, high, self.temperature, self.order.fine), undefined)
 
     def completed(self, sums: tuple[Tensor, Tensor], undefined: Tensor | None = None) -> Results:
         """Return the loss and gradient with the validity, NaN in ``undefined`` classes and in those with a NaN."""
@@ -238,7 +250,7 @@ class _Finite(NamedTuple):
 
 def _without_a_list(call: _Call) -> Results:
     assert call.bins is not None
-    settings = call.bins, order_for(call.scores, call.num_rows), call.temperature, call.with_grad
+    settings = call.bins, call.order, call.temperature, call.with_grad
     if call.key_weight is not None:
         return weighted_smooth_ap_in_c(call.scores, call.positive, call.member, call.key_weight, *settings)
     sums = smooth_ap_of_one_class(call.scores, call.positive, call.count, *settings)
@@ -252,8 +264,7 @@ def _by_pairs(call: _Call) -> Results:
 def _by_bins(call: _Call) -> Results:
     problem, bins, undefined = call.finite
     assert bins is not None
-    order = order_for(call.scores, call.num_rows)
-    return call.completed(smooth_ap_binned(problem, bins, order, call.with_grad), undefined)
+    return call.completed(smooth_ap_binned(problem, bins, call.order, call.with_grad), undefined)
 
 
 def _by_sorting(call: _Call) -> Results:
@@ -278,12 +289,23 @@ FORMS: tuple[tuple[str, Callable[[_Call], bool], Callable[[_Call], Results | Non
 
 
 def _list_positives(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float
+    call: _Call, scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None
 ) -> Problem:
     """List the positives of the valid classes with their shares.
 
     Dropping the positives of invalid classes would wait for an accelerator, so there they stay with shares of 0.
     """
+    known, settings, all_valid = call.read, (call.temperature, call.key_weight), False
+    if known is not None:
+        all_valid = 0 < known.num_positive < known.num_member and known.mass > 0
+        row_of = torch.nonzero_static(positive[0], size=known.num_positive if all_valid else 0)[:, 0]
+        class_of, valid = torch.zeros_like(row_of), torch.full((1,), all_valid, device=scores.device)
+        if weight is None:
+            share = torch.full(row_of.shape, 1 / max(1, known.num_positive), dtype=torch.float64, device=scores.device)
+        else:
+            mass = weight.reshape(-1)[row_of].double()
+            share = mass / mass.new_zeros(1).index_add_(0, class_of, mass)  # in the order of the rows, as below
+        return Problem(scores, positive, member, class_of, row_of, share, *settings, valid, all_valid)
     num_classes = scores.shape[0]
     if positive.is_cpu and num_classes == 1:  # numpy takes a quarter of the time of torch
         row_of = torch.from_numpy(positive.numpy()[0].nonzero()[0])
@@ -292,7 +314,7 @@ def _list_positives(
         class_of, row_of = positive.nonzero(as_tuple=True)
     if num_classes == 1 and member is None and weight is None and 0 < row_of.numel() < scores.shape[1]:
         share = class_of.new_full((1,), 1 / row_of.numel(), dtype=torch.float64).expand_as(class_of)
-        return Problem(scores, positive, None, class_of, row_of, share, temperature, None, positive.new_ones(1), True)
+        return Problem(scores, positive, None, class_of, row_of, share, *settings, positive.new_ones(1), True)
     if positive.is_cpu:  # to reduce the mask along a dimension takes as long there as a pass over the bins
         count = class_of.new_zeros(num_classes).scatter_add_(0, class_of, torch.ones_like(class_of))
     else:
@@ -308,12 +330,10 @@ def _list_positives(
         share = mass / total[class_of]
     if scores.device.type != "cpu":
         share = torch.where(valid[class_of], share, 0.0)
-        return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid)
-    all_valid = bool(valid.all())
-    if not all_valid:
+    elif not (all_valid := bool(valid.all())):
         counted = valid[class_of]
         class_of, row_of, share = class_of[counted], row_of[counted], share[counted]
-    return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid, all_valid)
+    return Problem(scores, positive, member, class_of, row_of, share, *settings, valid, all_valid)
 
 
 class _OneClass(NamedTuple):
@@ -323,45 +343,6 @@ class _OneClass(NamedTuple):
     num_member: int
     mass: float  # the sum of the weights of the positives
     ends: tuple[Tensor, Tensor] | None  # the lowest and the highest score, (1,) each on the host
-
-
-def _read_one_class(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, num_positive: int
-) -> _OneClass:
-    """Read what decides on the form for the only class, once; a ``num_positive`` below 0 is not known."""
-    if member is None:
-        values = [*scores.aminmax()]
-    else:
-        values = [torch.where(member, scores, math.inf).amin(), torch.where(member, scores, -math.inf).amax()]
-    if num_positive < 0:
-        values.append(positive.sum(dtype=torch.float64))
-    if member is not None:
-        values.append(member.sum(dtype=torch.float64))
-    if weight is not None:
-        values.append(torch.where(positive, weight, 0.0).sum(dtype=torch.float64))
-    dtype = scores.dtype if len(values) == 2 else torch.float64
-    numbers = [*torch.stack([value.to(dtype) for value in values]).cpu()]
-    low, high = (numbers.pop(0).to(scores.dtype)[None] for _ in range(2))
-    num_positive = int(numbers.pop(0)) if num_positive < 0 else num_positive
-    num_member = scores.shape[1] if member is None else int(numbers.pop(0))
-    return _OneClass(num_positive, num_member, 1.0 if weight is None else float(numbers.pop()), (low, high))
-
-
-def _list_positives_of_one_class(
-    scores: Tensor, positive: Tensor, member: Tensor | None, weight: Tensor | None, temperature: float, known: _OneClass
-) -> Problem:
-    """Return the same as :func:`_list_positives` for a single class without waiting for the device."""
-    is_valid = 0 < known.num_positive < known.num_member and known.mass > 0
-    row_of = torch.nonzero_static(positive[0], size=known.num_positive if is_valid else 0)[:, 0]
-    if weight is None:
-        share = torch.full(row_of.shape, 1 / max(1, known.num_positive), dtype=torch.float64, device=scores.device)
-    else:
-        mass = weight.reshape(-1)[row_of].double()
-        # index_add_ sums in the order of the rows, as in _list_positives.
-        share = mass / mass.new_zeros(1).index_add_(0, torch.zeros_like(row_of), mass)
-    class_of = torch.zeros_like(row_of)
-    valid = torch.full((1,), is_valid, device=scores.device)
-    return Problem(scores, positive, member, class_of, row_of, share, temperature, None, valid, is_valid)
 
 
 def _make_finite(problem: Problem, ends: tuple[Tensor, Tensor] | None) -> tuple[Problem, Tensor, Tensor, Tensor | None]:
