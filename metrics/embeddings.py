@@ -327,8 +327,7 @@ def _first_place(scores: Tensor, right: Tensor) -> Tensor:
 def _places(scores: Tensor, right: Tensor, limit: int) -> Tensor:
     """Return the places (b, P) of the right rows among the scores (b, K), the best first, float64; inf in the padding.
 
-    Only the places up to ``limit`` are right; the others are beyond it. The right rows are ordered alone and looked up
-    among the wrong ones, which come first where scores are equal.
+    Places beyond ``limit`` are only known to be. The wrong rows come first where scores are equal.
     """
     most = min(limit, max(right.sum(dim=1).tolist(), default=0))
     own = scores.masked_fill(~right, -math.inf).topk(most, dim=1).values

@@ -171,10 +171,7 @@ class RankingMetric(GatheredMetric):
         return Pool(Batch(logits, targets, None, of_rows, queries, complete=not self.multi_hot, rule=rule))
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return all rows of each state, in these dtypes even without rows.
-
-        Logits (M, C) float64, targets (M,) int64 or (M, C), weights (M,) float64 and indexes (M,) int64.
-        """
+        """Return all rows of each state: logits (M, C) float64, targets, weights (M,) float64, indexes (M,) int64."""
         dtypes = torch.float64, self._target_dtype, torch.float64, torch.int64
         if self.logits:
             return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))

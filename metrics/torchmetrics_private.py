@@ -85,11 +85,7 @@ class GatheredMetric(Metric):
         return wrapper
 
     def _agree_on_cache(self) -> None:
-        """Drop the cached value unless every rank has one.
-
-        torchmetrics returns a cached value without communicating. A rank without new rows would return at once, while
-        the ranks with new rows wait for it in the gather.
-        """
+        """Drop the cached value, which torchmetrics returns without communicating, unless every rank has one."""
         if self.dist_sync_fn is not None:
             self._computed = None  # a user's function communicates in its own way, so no agreement is possible
             return
@@ -104,10 +100,10 @@ class GatheredMetric(Metric):
                 self._computed = None
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
-        """Replace the state with the rows of all ranks.
+        """Replace the state with the rows of all ranks in one block, of the same dtypes even without rows.
 
-        torchmetrics gathers each tensor of a list separately, so a rank with an empty list would make other collectives
-        than the other ranks. Here every rank sends one block, of the same dtypes even without rows.
+        torchmetrics gathers each tensor of a list separately, so a rank with an empty list would make other
+        collectives.
         """
         group = self.process_group if process_group is None else process_group
         rows: Sequence[Any]
