@@ -7,8 +7,8 @@ choice between pairs and bins, the forward and the backward, and the tables of b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,55 +118,52 @@ class _Request(NamedTuple):
     temperature: float
     method: str
     temperatures: Tensor | None  # [C], instead of ``temperature``
-    grad: Tensor | None = None  # [C, Q, n], in a backward
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of pairs, and the number of queries and keys times the columns of weights."""
         num_queries, num_keys = self.queries.numel(), self.keys.numel()
         return num_queries * self.keys.shape[1], (num_queries + num_keys) * self.weights.shape[2]
 
-    def ends(self) -> Tensor | None:
-        """Return the lowest and the highest score of each class and its temperature, (3, C) on the host.
+    def is_direct(self) -> bool:
+        """Return whether the pairs are summed directly whatever the values of the scores."""
+        num_pairs, num_rows = self.sizes()
+        if self.method != "auto":
+            return self.method == "direct" or num_pairs == 0
+        return num_pairs == 0 or costs_of(self.queries.device).pairs_are_faster(num_pairs, num_rows)
 
-        None if the pairs are summed directly whatever the scores. Waits for the device once.
-        """
-        queries, keys, (num_pairs, num_rows) = self.queries, self.keys, self.sizes()
-        is_faster = self.method == "auto" and costs_of(queries.device).pairs_are_faster(num_pairs, num_rows)
-        if self.method == "direct" or num_pairs == 0 or is_faster:
+    def ends(self) -> Tensor | None:
+        """Return the ends of each class and its temperature, (3, C) on the host; None if :meth:`is_direct`."""
+        queries, keys = self.queries, self.keys
+        if self.is_direct():
             return None
         low = torch.minimum(queries.amin(dim=1), keys.amin(dim=1))
         high = torch.maximum(queries.amax(dim=1), keys.amax(dim=1))
         return torch.stack([low, high, torch.ones_like(low) if self.temperatures is None else self.temperatures]).cpu()
 
-    def parts(self, ends: Tensor | None) -> Iterator[tuple[_Request, Tables | None]]:
-        """Yield the request for parts of the classes, with tables of bins; None where the pairs are summed directly.
+    def num_parts(self) -> int:
+        """Return the number of parts of several classes for which bins are tried again; 1 sums the pairs directly.
 
-        If bins do not suit all classes together they are tried for parts: only up to ``MOST_KERNELS`` classes may have
-        kernels of their own, and only a single class may have bins outside of its window.
+        Bins may suit a part of the classes: only ``MOST_KERNELS`` may have kernels of their own, and only one bins
+        outside.
         """
-        num_classes, costs, (num_pairs, num_rows) = len(self.queries), costs_of(self.queries.device), self.sizes()
-        tables = None if ends is None else _tables_if_faster(self, ends)
-        num_parts = 1
-        if tables is None and num_classes > 1 and self.method != "direct":
-            num_parts, sizes = num_classes, (num_pairs // num_classes, num_rows // num_classes)
-            if self.temperatures is not None and num_classes > MOST_KERNELS:
-                num_parts, sizes = math.ceil(num_classes / MOST_KERNELS), (num_pairs, num_rows)
-            num_parts = 1 if costs.pairs_are_faster(*sizes) else num_parts
-        if num_parts == 1:
-            yield self, tables
-            return
-        size = math.ceil(num_classes / num_parts)
-        for c in (slice(first, first + size) for first in range(0, num_classes, size)):
-            columns = self.temperatures, self.grad
-            temperatures, grad = (None if column is None else column[c] for column in columns)
-            rows = self.queries[c], self.keys[c], self.weights[c]
-            part = _Request(*rows, self.temperature, self.method, temperatures, grad)
-            yield from part.parts(part.ends())
+        if self.method == "direct":
+            return 1
+        num_classes = self.queries.shape[0]
+        costs, (num_pairs, num_rows) = costs_of(self.queries.device), self.sizes()
+        if self.temperatures is not None and num_classes > MOST_KERNELS:
+            return 1 if costs.pairs_are_faster(num_pairs, num_rows) else math.ceil(num_classes / MOST_KERNELS)
+        return 1 if costs.pairs_are_faster(num_pairs // num_classes, num_rows // num_classes) else num_classes
 
     def difference(self, c: slice, q: slice) -> tuple[Tensor, float | Tensor]:
         """Return (keys - queries) / temperature (c, q, K) for slices of classes and queries, and the temperature."""
         divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
         return (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
+
+
+def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Split the classes of ``tensors`` into ``parts`` parts; yield the tensors of each part. None stays None."""
+    size = math.ceil(next(len(tensor) for tensor in tensors if tensor is not None) / parts)
+    return zip(*([None] * parts if tensor is None else tensor.split(size) for tensor in tensors))
 
 
 def _sums(
@@ -183,18 +180,19 @@ def _sums(
     ends = request.ends()
     # The compiler must know the shape, so it is the same if nothing was read.
     unknown = torch.full((3, queries.shape[0]), math.nan, dtype=queries.dtype, device="cpu")
-    sums = [_sums_of(*part) for part in request.parts(ends)]
-    return _joined(sums), unknown if ends is None else ends
+    return _sums_of(request, ends), unknown if ends is None else ends
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
-
-
-def _sums_of(request: _Request, tables: Tables | None) -> Tensor:
+def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
     queries, keys, weights = request[:3]
+    tables = None if ends is None else _tables_if_faster(request, ends)
     if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
+    parts = request.num_parts() if len(queries) > 1 else 1
+    if parts > 1:
+        tensors = _split(parts, queries, keys, weights, request.temperatures)
+        requests = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in tensors)
+        return torch.cat([_sums_of(part, part.ends()) for part in requests])
     sums = None
     for c, q in chunks_of_pairs(queries, keys):
         difference, _ = request.difference(c, q)
@@ -217,27 +215,31 @@ def _gradients(
     method: str,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and weights; that of the weights is empty unless ``with_weights``."""
-    request = _Request(queries, keys, weights, temperature, method, temperatures, grad.contiguous())
-    parts = request.parts(request.ends() if bool(ends.isnan().any()) else ends)
-    of_queries, of_keys, of_weights = map(_joined, zip(*(_gradients_of(*part, with_weights) for part in parts)))
-    return of_queries, of_keys, of_weights
-
-
-def _gradients_of(request: _Request, tables: Tables | None, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part.
+    """Return the gradients of queries, keys and weights; that of the weights is empty unless ``with_weights``.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
-    queries, keys, weights, *_, grad = request
-    assert grad is not None
-    empty = weights.new_empty(0)
+    grad = grad.contiguous()
+    request = _Request(queries, keys, weights, temperature, method, temperatures)
+    tables = None
+    if not request.is_direct():
+        ends_or_none = request.ends() if bool(ends.isnan().any()) else ends
+        tables = None if ends_or_none is None else _tables_if_faster(request, ends_or_none)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
         grad_keys = (tables.read(tables.slopes(of_queries), tables.keys) * weights).sum(dim=2)
-        grad_weights = tables.read(tables.mirrored_sigmoids(of_queries), tables.keys) if with_weights else empty
+        if not with_weights:
+            return grad_queries, grad_keys, weights.new_empty(0)
+        return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
+    parts = request.num_parts() if len(queries) > 1 else 1
+    if parts > 1:
+        tensors = _split(parts, grad, queries, keys, weights, temperatures)
+        unknown = ends.new_full((3, 1), math.nan)
+        grads = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for g, q, k, w, t in tensors)
+        grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*grads))
         return grad_queries, grad_keys, grad_weights
+    empty = weights.new_empty(0)
 
     def zeros() -> tuple[Tensor, Tensor, Tensor]:
         return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else empty
@@ -270,7 +272,7 @@ def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:
     """
     if not bool(ends[:2].isfinite().all()):
         return None
-    queries, keys, weights, temperature, method, temperatures, _ = request
+    queries, keys, weights, temperature, method, temperatures = request
     low, high, temperatures_on_host = ends
     both, factors = torch.cat([queries, keys], dim=1), None
     if temperatures is not None and temperatures.numel() == 1:

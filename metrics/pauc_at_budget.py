@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy
 
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
 from ..losses.pooled.pool import PerClass, Pool
 from .ranking_metric import Average, Ranked, ReviewedMetric
 
-_TINY = torch.finfo(torch.float64).tiny
+_TINY = numpy.finfo(float).tiny
 
 
 @completed()
@@ -70,11 +70,10 @@ class PAUCAtBudget(ReviewedMetric):
         rises = ranked.rises()
         num_negative, by_negatives = rises.num_rows - rises.num_positive, self.budget_basis == "fpr"
         spent = rises.rows - rises.positives if by_negatives else rises.rows
-        total = (num_negative if by_negatives else rises.num_rows)[rises.group].double()
-        begin, end = (spent / total).unbind()
-        left, right = begin.clamp(self.alpha, self.beta), end.clamp(self.alpha, self.beta)
+        begin, end = edges = spent / (num_negative if by_negatives else rises.num_rows)[rises.group]
+        left, right = numpy.minimum(numpy.maximum(edges, self.alpha), self.beta)
         # Of the band, what a positive adds: the part beyond its run, and the part of the run that it is above.
-        inside = (right - left) * ((left + right) / 2 - begin) / (end - begin).clamp_min(_TINY)
-        gain = rises.positives.diff(dim=0)[0] / rises.num_positive[rises.group]
+        inside = (right - left) * ((left + right) / 2 - begin) / numpy.maximum(end - begin, _TINY)
+        gain = (rises.positives[1] - rises.positives[0]) / rises.num_positive[rises.group]
         area = rises.sum_of(gain * (self.beta - right + inside) / (self.beta - self.alpha))
         return ranked.result(area, (rises.num_positive > 0) & (num_negative > 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,8 +81,8 @@ class QueryReciprocalRank(QueryMetric):
         """Return the value of each query."""
         ranked = Ranked.of(pool)
         rises = ranked.rises()
-        place = rises.rows[1] - rises.positives.diff(dim=0)[0] + 1
-        first = place.new_full((len(rises.num_rows),), math.inf).scatter_reduce_(0, rises.group, place, "amin")
+        first = numpy.full(len(rises.num_rows), math.inf)
+        numpy.minimum.at(first, rises.group, rises.rows[1] - (rises.positives[1] - rises.positives[0]) + 1)
         return ranked.result((first <= (self.k or math.inf)) / first, rises.num_positive > 0)
 
 
@@ -101,9 +102,9 @@ class QueryRecall(QueryMetric):
         """Return the value of each query."""
         ranked = Ranked.of(pool)
         rises = ranked.rises()
-        number = rises.positives.diff(dim=0)[0]  # [R] of a run, which come last in it
+        number = rises.positives[1] - rises.positives[0]  # [R] of a run, which come last in it
         above = rises.rows[1] - number
-        found = ((self.k or math.inf) - above).clamp_min(0.0).minimum(number)
+        found = ((self.k or math.inf) - above).clip(0.0, number)
         return ranked.result(rises.sum_of(found) / rises.num_positive, rises.num_positive > 0)
 
 
@@ -168,7 +169,7 @@ class QueryNDCG(QueryMetric):
         grades = pool.rows.targets.double()
         pool.positive, pool.member = (grades.exp2() - 1 if self.gain == "exponential" else grades)[None], None
         ranked = Ranked.of(pool)
-        gains, bounds, stops = ranked.positive, ranked.bounds, ranked.stops
+        gains, bounds, stops = map(torch.from_numpy, (ranked.positive, ranked.bounds, ranked.stops))
         sizes = bounds.diff()
         query = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)  # [K]
         ideal = gains.argsort(descending=True)
@@ -183,4 +184,4 @@ class QueryNDCG(QueryMetric):
         sums = gains.new_zeros(2, len(sizes)).index_add_(
             1, query, torch.stack([gains * shared, ideal * discount[places]])
         )
-        return ranked.result(sums[0] / sums[1], sums[1] > 0)
+        return ranked.result((sums[0] / sums[1]).numpy(), (sums[1] > 0).numpy())

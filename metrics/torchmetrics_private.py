@@ -72,12 +72,14 @@ class GatheredMetric(Metric):
             # Before it synchronizes, torchmetrics warns that this rank has no rows. Other ranks may have rows;
             # `compute` warns if none has. A count of at least 1 silences the warning.
             count = self._update_count
-            if synchronizes or self._is_synced:
-                self._update_count = max(count, 1)
+            is_silenced = count == 0 and (synchronizes or self._is_synced)
+            if is_silenced:
+                self._update_count = 1
             try:
                 value = wrapped(*args, **kwargs)
             finally:
-                self._update_count = count
+                if is_silenced:
+                    self._update_count = count
             # torchmetrics squeezes (1,) to ().
             has_shape = isinstance(value, dict) or value.shape == self.result_shape
             return value if has_shape else value.reshape(self.result_shape)

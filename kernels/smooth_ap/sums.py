@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import native
 from ..bins import Bins, find_bins
 from ..costs import costs_of
-from ..node_tables import order_for
+from ..node_tables import Order, order_for
 from ..pairs import Problem, weight_at
 from ..registration import register, scaled, with_gradients
 from ..spread import MOST_SCORES
@@ -137,10 +137,14 @@ class _Call:
     def __post_init__(self) -> None:
         self.rows = self.scores, self.positive, self.member, self.weight
         self.costs, self.num_rows = costs_of(self.scores.device), self.scores.shape[1]
-        self.order = order_for(self.scores, self.num_rows)
         self.arguments = *self.rows, self.temperature, self.with_grad, self.key_weight
         is_known = self.num_positive >= 0 and self.member is None and self.weight is None
         self.lists_without_a_wait = is_known and self.pairs_are_best(self.num_positive)
+
+    @cached_property
+    def order(self) -> Order:
+        """The numbers of fine bins and of nodes."""
+        return order_for(self.scores, self.num_rows)
 
     def pairs_are_best(self, count: int, bins: Bins | None = None) -> bool:
         """Return whether the pairs of ``count`` positives take less time than the bins, None for the fewest."""
