@@ -248,8 +248,8 @@ class Ranked(NamedTuple):
                 None if weight is None else weight[rows],
             )
         columns = (None if column is None else column.cpu().numpy() for column in (scores, positive, mass))
-        arrays = [column if column is None else column.ravel() if kept is None else column[kept] for column in columns]
-        return Ranked(*arrays, _so_far(sizes), scores.device)
+        of_rows: Any = (c if c is None else c.ravel() if kept is None else c[kept] for c in columns)
+        return Ranked._make((*of_rows, _so_far(sizes), scores.device))
 
     @property
     def stops(self) -> Any:
