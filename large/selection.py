@@ -1,8 +1,9 @@
 """Exact quantiles of scores in several parts, from counts that add up over the parts.
 
-The bits of a float, read as an integer of the same order, are found digit by digit, the highest first. The counts of
-each digit over all scores give that of the wanted score and the number of scores below it, and the next round counts
-only the scores with this digit. The quantiles of a class with a NaN are arbitrary.
+The bits of a float, read as an integer whose order is that of the floats, are found digit by digit, the highest first:
+the counts of each digit over all scores give the digit of the wanted score and the number of scores below it. The next
+round counts only the scores with that digit. A digit has up to 11 bits, so float32 takes 3 rounds and float64 6.
+The quantiles of a class with a NaN are arbitrary.
 """
 
 from __future__ import annotations
@@ -33,56 +34,69 @@ class Selected(NamedTuple):
 
 
 def select_levels(
-    scores: Tensor,  # (C, M) this part, float32 or float64
-    member: Tensor | None,  # (C, M) bool, the scores that count; None for all
+    scores: Tensor,
+    member: Tensor | None,
     fractions: Sequence[float],
     interpolation: str,
-    add: Callable[[Tensor], Tensor],  # returns the sum of a float64 tensor (n,) over the parts
-    extra: Tensor,  # float64 (k,), further numbers to sum over the parts
+    add: Callable[[Tensor], Tensor],
+    extra: Tensor,
 ) -> Selected:
     """Return the quantiles of :func:`~fullrank.kernels.quantiles.upper_levels` over the scores of all parts.
 
     The number of calls of ``add``, and the sizes of their arguments, depend on the dtype, the number of classes and
     the number of fractions alone.
+
+    Args:
+        scores: (C, M) this part, float32 or float64.
+        member: (C, M) bool, the scores that count; None for all.
+        fractions: the q of the (1 - q) quantiles.
+        interpolation: see :func:`~fullrank.kernels.quantiles.upper_quantiles`.
+        add: returns the sum of a float64 tensor (n,) over the parts.
+        extra: float64 (k,), further numbers to sum over the parts.
     """
     scores, num_classes = scores.detach(), scores.shape[0]
     wanted = len(fractions) * (2 if interpolation in BLENDED else 1)
     bits = _bits_of_rounds(_WIDTH[scores.dtype], num_classes, wanted)
     shift, size = _WIDTH[scores.dtype] - bits[0], 1 << bits[0]
-
-    def first_digits(c: slice, m: slice) -> tuple[Tensor, Tensor]:
-        """Return the keys of some scores, and their first digits, in one table of all classes."""
-        keys = _sortable(scores[c, m])
-        digits = (keys >> shift).to(torch.int64)  # of signed numbers
-        return keys, digits.add_(_offsets(digits, size) + (c.start * size + size // 2))
-
+    # The first digit is counted by its raw bits. The highest is the sign, so negative scores are in reverse order.
     counts = torch.zeros(num_classes * size + extra.numel(), dtype=torch.float64, device=scores.device)
     for c, m in chunks(scores):
-        _, digits = first_digits(c, m)
-        digits = digits.reshape(-1) if member is None else digits[member[c, m]]
-        counts[: num_classes * size] += torch.bincount(digits, minlength=num_classes * size)
+        digit = _bits_of_first(scores[c, m], shift, size, c)
+        digit = digit.reshape(-1) if member is None else digit[member[c, m]]
+        counts[: num_classes * size] += torch.bincount(digit, minlength=num_classes * size)
     counts[num_classes * size :] = extra
     counts = add(counts)
     extra = counts[num_classes * size :]
-    cumulated = counts[: num_classes * size].view(num_classes, size).cumsum(dim=1)
+    of_bits = counts[: num_classes * size].view(num_classes, size)
+    cumulated = torch.cat([of_bits[:, size // 2 :].flip(1), of_bits[:, : size // 2]], dim=1).cumsum(dim=1)
     count = cumulated[:, -1]
     shares = count.new_tensor([1.0 - q for q in fractions])
     ranks, weight = ranks_of((count[:, None] - 1).clamp_min(0) * shares, interpolation)  # [C, wanted] from the bottom
     digit, rest = _digit_of(cumulated[:, None].expand(-1, wanted, -1), ranks.double())
-    prefix = digit - size // 2  # [C, wanted]
+    prefix = digit - (size >> 1)  # [C, wanted]
 
     # Ranks with the same digits so far share a slot, and only scores in a slot are counted further.
     slot = _first_equal(prefix)
+    if wanted == 1:  # two comparisons are faster than a table
+        first, last = prefix << shift, (prefix << shift) + ((1 << shift) - 1)
+        last = last.masked_fill(last == -1, -2)  # -1 is -0, which compares equal to the 0 of the next slot
+        low, high = _floats(first, scores.dtype), _floats(last, scores.dtype)
+        low, high = (edge.nan_to_num(end, math.inf, -math.inf) for edge, end in ((low, -math.inf), (high, math.inf)))
     table = digit.new_full((num_classes * size,), -1)
-    table.scatter_(0, (digit + _offsets(digit, size)).view(-1), slot.reshape(-1))
+    bits_of = torch.where(prefix < 0, size // 2 - 1 - prefix, prefix)
+    table.scatter_(0, (bits_of + _offsets(digit, size)).view(-1), slot.expand_as(digit).reshape(-1))
     keys, groups = [digit.new_zeros(0)], [digit.new_zeros(0)]
     for c, m in chunks(scores):
-        key, digits = first_digits(c, m)
-        slots = table.take(digits)
-        inside = slots >= 0 if member is None else (slots >= 0) & member[c, m]
-        rows = inside.reshape(-1).nonzero()[:, 0]
-        keys.append(key.reshape(-1)[rows].to(torch.int64))
-        groups.append((rows // max(1, key.shape[1]) + c.start) * wanted + slots.reshape(-1)[rows])
+        part = scores[c, m]
+        if wanted == 1:
+            inside = (part >= low[c]) & (part <= high[c])
+        else:
+            slots = table.take(_bits_of_first(part, shift, size, c))
+            inside = slots >= 0
+        rows = (inside if member is None else inside & member[c, m]).reshape(-1).nonzero()[:, 0]
+        keys.append(_sortable(part.reshape(-1)[rows]).to(torch.int64))
+        group = (rows // max(1, part.shape[1]) + c.start) * wanted
+        groups.append(group if wanted == 1 else group + slots.reshape(-1)[rows])
     key, group = torch.cat(keys), torch.cat(groups)
     for width in bits[1:]:
         shift, size = shift - width, 1 << width
@@ -111,7 +125,8 @@ def num_counts(dtype: torch.dtype, num_classes: int, num_fractions: int, interpo
     return num_classes * ((1 << first) + wanted * sum(1 << width for width in later))
 
 
-def _bits_of_rounds(width: int, num_classes: int, wanted: int) -> list[int]:  # of the digits
+def _bits_of_rounds(width: int, num_classes: int, wanted: int) -> list[int]:
+    """Return how many bits the digit of each round has."""
     most = [MOST_COUNTS / max(1, num_classes), MOST_COUNTS / max(1, num_classes * wanted)]
     first, later = (max(MIN_BITS, min(MOST_BITS, int(math.log2(max(1.0, limit))))) for limit in most)
     rounds, left = math.ceil((width - first) / later), width - first
@@ -125,13 +140,22 @@ def _bits_of_rounds(width: int, num_classes: int, wanted: int) -> list[int]:  # 
 def _sortable(scores: Tensor) -> Tensor:
     """Return signed integers in the order of ``scores``; -0 is 0."""
     bits, most = (scores + 0.0).view(_INTEGER[scores.dtype]), torch.iinfo(_INTEGER[scores.dtype]).max
-    return (bits >> (_WIDTH[scores.dtype] - 1)).bitwise_and_(most).bitwise_xor_(bits)
+    return bits ^ ((bits >> (_WIDTH[scores.dtype] - 1)) & most)
 
 
 def _floats(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scores from the integers of :func:`_sortable`."""
     bits, most = keys.to(_INTEGER[dtype]), torch.iinfo(_INTEGER[dtype]).max
     return (bits ^ ((bits >> (_WIDTH[dtype] - 1)) & most)).view(dtype)
+
+
+def _bits_of_first(scores: Tensor, shift: int, size: int, classes: slice) -> Tensor:
+    """Return the bits of the first digit of each score (c, m), contiguous, in one table of all classes."""
+    bits = (scores + 0.0).contiguous().view(_INTEGER[scores.dtype])
+    bits = (bits >> shift).bitwise_and_(size - 1).to(torch.int64)
+    if scores.shape[0] == 1 and classes.start == 0:
+        return bits
+    return bits.add_((torch.arange(scores.shape[0], device=scores.device) + classes.start)[:, None] * size)
 
 
 def _offsets(of_classes: Tensor, size: int) -> Tensor:
@@ -144,7 +168,10 @@ def _first_equal(values: Tensor) -> Tensor:
 
 
 def _digit_of(cumulated: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the digit of the score of each ``rank`` (C, n) from counts up to each digit, and its rank among those."""
+    """Return the digit of the score of each ``rank`` (C, n), and its rank among those with this digit.
+
+    ``cumulated`` (C, n, digits) counts the scores up to each digit.
+    """
     digit = torch.searchsorted(cumulated.contiguous(), rank[:, :, None].contiguous(), right=True)[:, :, 0]
     digit = digit.clamp_max(cumulated.shape[2] - 1)
     below = cumulated.gather(2, (digit - 1).clamp_min(0)[:, :, None])[:, :, 0]

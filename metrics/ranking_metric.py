@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.utilities import rank_zero_warn
 
@@ -21,6 +22,7 @@ from .review_curve import ReviewCurve
 from .torchmetrics_private import GatheredMetric
 
 Average = Literal["macro"] | None
+Array = NDArray[Any]
 
 _NO_QUERY = torch.iinfo(torch.int64).min  # stands for the query of a row in an update without indexes
 _IGNORE_NONE = -1  # an ignore_index that no target has; `update` has dropped the ignored rows
@@ -221,10 +223,10 @@ class Ranked(NamedTuple):
     score that is NaN is the highest. There are G classes or queries, and K rows of all.
     """
 
-    scores: Any  # [K]
-    positive: Any  # [K] bool
-    mass: Any  # [K] float64, what a row counts as; None for 1
-    bounds: Any  # [G + 1] int64, where the rows of each class or query begin, and the last ones end
+    scores: Array  # [K]
+    positive: Array  # [K] bool
+    mass: Array | None  # [K] float64, what a row counts as; None for 1
+    bounds: Array  # [G + 1] int64, where the rows of each class or query begin, and the last ones end
     device: torch.device
 
     @staticmethod
@@ -252,7 +254,7 @@ class Ranked(NamedTuple):
         return Ranked._make((*of_rows, _so_far(sizes), scores.device))
 
     @property
-    def stops(self) -> Any:
+    def stops(self) -> Array:
         """How many rows there are up to the end of each run of equal scores, (R + 1,) with a 0 before."""
         is_stop = numpy.zeros(len(self.scores) + 1, dtype=bool)
         # Compared, not subtracted: the difference of two equal infinities is NaN.
@@ -272,7 +274,7 @@ class Ranked(NamedTuple):
         rows, positives = masses[places] - rows_of_bounds[group], caught[places] - of_bounds[group]
         return Rises(group, rows, positives, of_bounds[1:] - of_bounds[:-1], rows_of_bounds[1:] - rows_of_bounds[:-1])
 
-    def result(self, values: Any, valid: Any) -> PerClass:
+    def result(self, values: Array, valid: Array) -> PerClass:
         """Return ``values`` (G,), 0 where not ``valid``, and NaN where a score is."""
         values, is_nan = numpy.where(valid, values, 0.0), numpy.isnan(self.scores)
         if is_nan.any():
@@ -283,18 +285,18 @@ class Ranked(NamedTuple):
 class Rises(NamedTuple):
     """R runs of equal scores with a positive, and what their classes or queries have; weights where given."""
 
-    group: Any  # [R] the class or query
-    rows: Any  # [2, R] its rows above the run, and those up to the end of the run
-    positives: Any  # [2, R] its positives among them
-    num_positive: Any  # [G]
-    num_rows: Any  # [G]
+    group: Array  # [R] the class or query
+    rows: Array  # [2, R] its rows above the run, and those up to the end of the run
+    positives: Array  # [2, R] its positives among them
+    num_positive: Array  # [G]
+    num_rows: Array  # [G]
 
-    def sum_of(self, values: Any) -> Any:
+    def sum_of(self, values: Array) -> Array:
         """Return the sums (G,) of ``values`` (R,)."""
         return numpy.bincount(self.group, values, minlength=len(self.num_rows))
 
 
-def _so_far(numbers: Any) -> Any:
+def _so_far(numbers: Array) -> Array:
     """Return the sums of the first 0, 1, 2, ... ``numbers``."""
     sums = numpy.zeros(len(numbers) + 1, dtype=float if numbers.dtype.kind == "f" else int)
     numbers.cumsum(out=sums[1:])
