@@ -83,10 +83,9 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, functions: Sequence[Function], repeats: bool = False) -> Pairs:
-        """Return the functions whose first line has three words or more and, without repeats, did not occur before."""
-        first = {one.summary: one for one in reversed(functions) if len(one.summary.split()) >= 3}
-        some = [one for one in functions if one.summary in first and (repeats or first[one.summary] is one)]
-        label = {summary: place for place, summary in enumerate(first)}
+        """Return what :func:`summarized` chooses."""
+        some = summarized(functions, repeats)
+        label = {summary: place for place, summary in enumerate(dict.fromkeys(one.summary for one in some))}
         paths = [one.path for one in some]
         number = {folder: place for place, folder in enumerate(dict.fromkeys(str(Path(path).parent) for path in paths))}
         folder = torch.tensor([number[str(Path(path).parent)] for path in paths])
@@ -110,6 +109,12 @@ class Pairs(NamedTuple):
         start, number = ((of[self.bodies.file[rows]]) for of in (number.cumsum(0) - number, number))
         step = 1 + (torch.rand(len(rows), generator=generator) * (number - 1)).long()
         return (start + (rows - start + step) % number)[number > 1]
+
+
+def summarized(functions: Sequence[Function], repeats: bool = False) -> list[Function]:
+    """Return the functions whose first line has three words or more and, without repeats, did not occur before."""
+    first = {one.summary: one for one in reversed(functions) if len(one.summary.split()) >= 3}
+    return [one for one in functions if one.summary in first and (repeats or first[one.summary] is one)]
 
 
 class Search(nn.Module):
