@@ -48,7 +48,7 @@ from fullrank.metrics import EmbeddingAveragePrecision, EmbeddingRecall, Embeddi
 PAIRS, FILES, FUNCTIONS = 16, 4, 4  # of a process and step; functions of a file
 TRAINED, TOKENS = 2, {"summaries": 16, "bodies": 48}  # layers; of a text
 TEST_PAIRS, TEST_FILES, MOST_FILES, STEPS = 1_000, 100, 3_000, 60
-RATES, SEARCH_SEED, TEMPERATURE = (1e-4, 3e-4, 1e-3), 100, 0.05
+RATES, SEARCH_SEED, TEMPERATURE = (3e-5, 1e-4, 3e-4), 100, 0.05
 REAL, REAL_ROWS, REAL_STEPS = (1, 2, 4), 32, 3
 
 
