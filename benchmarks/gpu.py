@@ -58,7 +58,7 @@ GRACE_S = 5  # for torchrun, which ends its processes
 # The files of tests/ with tests that take a device. Collecting all files to find them would take minutes.
 TESTS = ["test_device.py", "losses/test_loss_values.py", "losses/test_contract.py", "losses/test_retrieval.py"]
 TESTS += ["losses/test_contrast.py", "losses/test_hints.py", "losses/test_ndcg.py", "losses/test_every_loss.py"]
-TESTS += ["losses/test_causal_lm.py", "accumulation/test_accumulate.py", "accumulation/test_replay.py"]
+TESTS += ["losses/test_linear_form.py", "accumulation/test_accumulate.py", "accumulation/test_replay.py"]
 TESTS += ["gradients/test_grad_norm_local.py", "metrics/test_metrics.py", "queues/test_queue.py"]
 TESTS += ["preflight/test_site.py", "kernels/test_plain.py", "losses/test_row_loss.py"]
 EXTRAS = ("pytest", "sklearn", "torchmetrics", "scipy")  # that some tests import
