@@ -4,8 +4,8 @@ With s the scores of a window and w the parameters, the gradient of a loss L(s(w
 
     dL/dw = sum over micro-batches g of (ds_g/dw)^T dL/ds_g
 
-dL/ds needs all scores but no activations. (ds_g/dw)^T needs the activations of one micro-batch, so that micro-batch is
-forwarded a second time, with the same random masks and from the same buffers.
+dL/ds needs all scores but no activations. (ds_g/dw)^T needs the activations of one micro-batch, which is forwarded a
+second time, with the same random masks and from the same buffers.
 
 What happens in a window, on every rank and whatever the data::
 
@@ -16,8 +16,8 @@ What happens in a window, on every rank and whatever the data::
        closing header largest difference of the replayed scores, any error
                       the last backward, in which the wrapper reduces
 
-Each header raises the error of one rank on all of them. If forwards communicate (FSDP2, SyncBatchNorm), an error in a
-forward is raised at once, without a header: the other ranks wait inside the model and would not join the header.
+Each header raises the error of one rank on all of them. If forwards communicate (FSDP2, SyncBatchNorm), a pass runs
+before its header and raises at once: the other ranks wait inside the model, whose collective the header would meet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +38,9 @@ from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
 from ..gradients.parameters import leaves_of
 from ..gradients.when_reduced import discard_gradients_
-from .replay_state import (
-    RngState,
-    accelerators_in_use,
-    buffers_kept,
-    largest_difference,
-    largest_score,
-    restore_rng,
-    save_rng,
-)
+from .replay_state import RngState, accelerators_in_use, buffers_kept, compare_scores, restore_rng, save_rng
 from .window import Window, open_window
 
-T = TypeVar("T")
-U = TypeVar("U")
 Forward = Callable[[Any], Tensor]
 
 CALL = "pooled_backward"
@@ -71,13 +61,10 @@ def pooled_backward(
     r"""Back-propagate one loss over the rows of all micro-batches of a window, and of all ranks.
 
     Equal to ``loss(torch.cat([forward(batch) for batch in micro_batches]), micro_batches).backward()``, in the memory
-    of one micro-batch and the scores. It costs one additional forward of each micro-batch.
+    of one micro-batch and the scores, for one more forward of each micro-batch.
 
     .. math:: \frac{\partial L}{\partial w} = \sum_g \Big(\frac{\partial s_g}{\partial w}\Big)^{\!\top}
         \frac{\partial L}{\partial s_g}
-
-    The first pass scores every micro-batch without a graph, the loss is computed once from all scores, and the second
-    pass repeats each forward under the same random state to carry the scores' gradients to the parameters.
 
     Args:
         model: see :func:`accumulate`; it contains every module that ``forward`` runs.
@@ -85,9 +72,8 @@ def pooled_backward(
         forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
         loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once,
-            and not at all after an error. It may use parameters of ``model``, such as a learned temperature: their
-            gradient is computed once, and the last backward passes it to the wrapper. It must not depend on any other
-            tensor that requires grad, because no wrapper would reduce that gradient.
+            and not at all after an error. It may use parameters of ``model``, such as a learned temperature, but no
+            other tensor that requires grad, because no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
         sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` that scales the loss before its gradient is computed.
@@ -101,21 +87,18 @@ def pooled_backward(
 
     Raises:
         TypeError: for micro-batches without a length, and for scores or a loss that are not floating-point tensors.
-        ValueError: for an empty window; for a loss without a graph to the scores, or with one to leaves outside of
-            ``model``; for scores that are not from the forward of the DDP module; for a loss whose
-            ``gradient_reduction`` does not match the way ``model`` combines gradients; for a model or a number of
-            micro-batches that :func:`accumulate` refuses.
+        ValueError: for a loss without a graph to the scores, or with one to leaves outside of ``model``; for scores
+            that are not from the forward of the DDP module; for a loss whose ``gradient_reduction`` does not match the
+            way ``model`` combines gradients; for a model or a window that :func:`accumulate` refuses.
         RuntimeError: when a replay gives different scores; when gradients are disabled; inside a backward.
 
     Numerics:
-        Replayed scores may differ by the square root of their machine epsilon, relative to the largest score. Rounding
-        in another order stays far below this; different masks or data are far above it.
+        Replayed scores may differ by the square root of their machine epsilon, relative to the largest score.
 
     Distributed:
         Four headers in addition to those of ``loss``, DDP's broadcast of buffers, and one reduction of the gradients.
         Errors are raised on every rank: before the second pass with the gradients untouched, in it after discarding the
-        gradients of the model. An error in a forward that itself communicates is the exception: this rank alone raises
-        it, while the other ranks wait inside that forward.
+        gradients of the model. Only an error in a forward that itself communicates is raised on this rank alone.
 
     Example:
         >>> import torch
@@ -152,11 +135,8 @@ def pooled_backward(
         undo.callback(window.wrappers.watch_forwards, broadcasts=True)
         undo.callback(window.wrappers.reshard)
         scope.callback(UNDO.reset, UNDO.set(undo))
-        # 1. Score every micro-batch without a graph.
         scored = _score(window, forward, devices)
-        # 2. Compute the loss from all scores.
         evaluated = _evaluate(window, loss, scored.leaf)
-        # 3. Repeat each forward, and back-propagate the gradient of its scores.
         _replay(window, forward, devices, scored, evaluated, scaler, check_replay)
         undo.pop_all()
     window.wrappers.watch_forwards(broadcasts=True)  # after the reduction
@@ -182,6 +162,7 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
     """Step 1: return the scores of all micro-batches, computed without a graph."""
     states: list[RngState] = []
 
+    @functools.cache
     def score_all() -> list[Any]:
         scores = []
         try:
@@ -196,7 +177,8 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
             torch.clear_autocast_cache()
         return scores
 
-    def join(scores: list[Any]) -> Offer[_Scored]:
+    def join() -> Offer[_Scored]:
+        scores = score_all()
         for part in scores:
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise TypeError(expected("forward", "a floating-point tensor of scores", part))
@@ -209,7 +191,9 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
             raise ValueError(expected("forward", "scores of one kind from all micro-batches", got, fix))
         return Offer(_Scored(torch.cat(scores).requires_grad_(), [part.shape[0] for part in scores], states))
 
-    return agree_on(CALL, window.ranks, _after(window.wrappers.is_lockstep, score_all, join)).value
+    if window.wrappers.is_lockstep:
+        score_all()
+    return agree_on(CALL, window.ranks, join).value
 
 
 def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evaluated:
@@ -231,7 +215,7 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evalua
         for other in leaves.values():
             kind = "another tensor that requires grad"
             if isinstance(other, nn.Parameter):
-                name = next((name for name, parameter in _reachable_parameters(loss) if parameter is other), None)
+                name = next((name for name, parameter in _parameters_in(loss) if parameter is other), None)
                 kind = "a parameter outside of model" if name is None else f"the parameter {name!r} outside of model"
             got = Words(f"a loss of {kind}, of shape {tuple(other.shape)}, too")
             fix = (
@@ -244,22 +228,15 @@ def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evalua
     return agree_on(CALL, window.ranks, evaluate).value
 
 
-def _reachable_parameters(loss: Callable[..., Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters that ``loss`` contains or its code refers to, as far as they can be found, with their names."""
-    variables: Mapping[str, Any] = {}
-    if isinstance(loss, nn.Module):
-        yield from loss.named_parameters()
-    elif isinstance(loss, functools.partial):
-        yield from _reachable_parameters(loss.func)
-        with suppress(TypeError, ValueError):  # a function without a signature
-            variables = inspect.signature(loss.func).bind_partial(*loss.args, **loss.keywords).arguments
-    elif inspect.ismethod(loss):
-        yield from _reachable_parameters(loss.__func__)
-        variables = {"self": loss.__self__, **getattr(loss.__self__, "__dict__", {})}
-    elif inspect.isfunction(loss):
+def _parameters_in(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters that ``loss`` contains or its code names, as far as they can be found."""
+    variables = {"": loss, "self": getattr(loss, "__self__", None), **getattr(loss, "keywords", {})}
+    function = getattr(loss, "func", loss)
+    function = getattr(function, "__func__", function)
+    if inspect.isfunction(function):
         with suppress(ValueError):  # a variable without a value
-            closure = inspect.getclosurevars(loss)
-            variables = {**closure.globals, **closure.nonlocals}
+            closure = inspect.getclosurevars(function)
+            variables |= {**closure.globals, **closure.nonlocals}
     for name, value in variables.items():
         if isinstance(value, nn.Module):
             yield from value.named_parameters(name)
@@ -277,16 +254,16 @@ def _replay(
     check_replay: bool,
 ) -> None:
     """Step 3: back-propagate the gradient of the loss to the parameters, and restore the random generators."""
-    difference = torch.zeros(())  # the largest one between the scores of both passes
-    first = scored.leaf.detach()
+    first, again = scored.leaf.detach(), list[Tensor]()
     last_grads: Mapping[str, Tensor] = {}  # of parameters that the loss uses, for the last backward
     # DDP with find_unused_parameters treats a parameter that the forward does not use as ready, and reduces the
     # gradient that it has by then. So a parameter that only the loss uses gets its gradient before that forward.
     finds_unused = any(module.find_unused_parameters for module in window.wrappers.ddp)
     ddp_reduces_each = window.sync == "each" and bool(window.wrappers.ddp)
 
+    @functools.cache
     def replay_all() -> tuple[Tensor, Tensor]:
-        nonlocal difference, last_grads
+        nonlocal last_grads
         value, learned = evaluated
         with _autocast_off(devices):
             value = value if scaler is None else scaler.scale(value)
@@ -297,7 +274,7 @@ def _replay(
         for index, (batch, state, before, grad) in enumerate(parts):
             is_last = index == len(window.micro_batches) - 1
             if is_last and finds_unused:
-                _backpropagate(window, learned_grads, [], [])
+                _backpropagate(window, devices, learned_grads)
             used = window.switch(index)
             restore_rng(state)
             scores = forward(batch)
@@ -310,29 +287,28 @@ def _replay(
                 raise ValueError(expected("forward", "scores with a graph", got, fix))
             if is_last or window.sync == "each":
                 window.wrappers.check_forwards("scores", [scores], used)
-            if check_replay:
-                difference = torch.maximum(difference.to(scores.device), largest_difference(before, scores.detach()))
+            again.append(scores.detach().clone())
             if not is_last:
                 # DDP that reduces in this backward waits for the gradient of each parameter.
                 zeros = {name: torch.zeros_like(like) for name, like in last_grads.items()} if ddp_reduces_each else {}
-                with _autocast_off(devices):
-                    _backpropagate(window, zeros, [scores], [grad])
+                _backpropagate(window, devices, zeros, scores, grad)
         return scores, grad  # of the last micro-batch; its backward, which reduces, follows the header
 
-    def close(last: tuple[Tensor, Tensor]) -> Offer[tuple[Tensor, Tensor]]:
+    def close() -> Offer[tuple[Tensor, Tensor]]:
+        last = replay_all()
         if not check_replay:
             return Offer(last)
-        largest = largest_score(first)
+        difference, largest = compare_scores(first, torch.cat(again))
         return Offer(last, totals=(difference, largest * tolerance(first.dtype), largest))
 
     state = save_rng(devices)
     try:
-        closed = window.close(CALL, _after(window.is_lockstep, replay_all, close))
+        if window.is_lockstep:
+            replay_all()
+        closed = window.close(CALL, close)
         if check_replay:
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
-        scores, grad = closed.value
-        with _autocast_off(devices):
-            _backpropagate(window, last_grads, [scores], [grad])
+        _backpropagate(window, devices, last_grads, *closed.value)
     except BaseException:
         discard_gradients_(window.model)
         raise
@@ -340,15 +316,18 @@ def _replay(
         restore_rng(state)
 
 
-def _backpropagate(window: Window, by_name: Mapping[str, Tensor], roots: list[Tensor], gradients: list[Tensor]) -> None:
-    """Back-propagate ``gradients`` from ``roots``, and the gradients ``by_name`` from the parameters of the model."""
-    parameters = dict(window.model.named_parameters())
+def _backpropagate(
+    window: Window, devices: Sequence[torch.device], by_name: Mapping[str, Tensor], *root: Tensor
+) -> None:
+    """Back-propagate a tensor from its gradient, and the gradients ``by_name`` from the parameters of the model."""
+    parameters, roots, gradients = dict(window.model.named_parameters()), [*root[:1]], [*root[1:]]
     for name, gradient in by_name.items():
         is_whole = hasattr(gradient, "full_tensor") and not hasattr(parameters[name], "full_tensor")
         roots.append(parameters[name])
         gradients.append(gradient.full_tensor() if is_whole else gradient)  # type: ignore[attr-defined]
     if roots:
-        torch.autograd.backward(roots, gradients)
+        with _autocast_off(devices):
+            torch.autograd.backward(roots, gradients)
 
 
 _CAUSES = (
@@ -374,18 +353,6 @@ def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
         fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
         kind = RuntimeError if len(ranks) == 1 else RankRuntimeError
         raise kind(expected(CALL, "the same scores in both passes over the window", got, fix))
-
-
-def _after(communicates: bool, run: Callable[[], T], offer: Callable[[T], Offer[U]]) -> Callable[[], Offer[U]]:
-    """Return what a header brings after one pass over the micro-batches, with the error of this rank.
-
-    If the pass ``communicates``, it runs now and raises at once: the other ranks wait inside the model, and the header
-    would meet their collective.
-    """
-    if not communicates:
-        return lambda: offer(run())
-    done = run()
-    return lambda: offer(done)
 
 
 @contextmanager

@@ -74,22 +74,15 @@ def restore_rng(state: RngState) -> None:
         torch.get_device_module(device).set_rng_state(device_state, device)
 
 
-def largest_difference(first: Tensor, second: Tensor) -> Tensor:
-    """Return the largest |first - second|, a scalar on their device.
+def compare_scores(first: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest |first - again| and the largest finite |first|, 0 without one; scalars on their device.
 
     Equal infinities and two NaN differ by 0, other infinities and NaN by infinity.
     """
     dtype = torch.promote_types(first.dtype, torch.float32)
     if first.numel() == 0:
-        return first.new_zeros((), dtype=dtype)
-    same = (first == second) | (first.isnan() & second.isnan())
-    difference = (first.to(dtype) - second.to(dtype)).abs().masked_fill(same, 0.0)
-    return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax()
-
-
-def largest_score(scores: Tensor) -> Tensor:
-    """Return the largest finite |score|, 0 without one; a scalar on their device."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    if scores.numel() == 0:
-        return scores.new_zeros((), dtype=dtype)
-    return scores.to(dtype).abs().masked_fill(~scores.isfinite(), 0.0).amax()
+        return first.new_zeros((), dtype=dtype), first.new_zeros((), dtype=dtype)
+    same = (first == again) | (first.isnan() & again.isnan())
+    difference = (first.to(dtype) - again.to(dtype)).abs().masked_fill(same, 0.0)
+    largest = first.to(dtype).abs().masked_fill(~first.isfinite(), 0.0)
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf).amax(), largest.amax()

@@ -29,8 +29,7 @@ import fullrank
 from fullrank.accumulation.replay_state import (
     RngState,
     accelerators_in_use,
-    largest_difference,
-    largest_score,
+    compare_scores,
     save_rng,
 )
 from fullrank.distributed.group import UNDO
@@ -433,7 +432,9 @@ def test_foreign_leaf_is_named() -> None:
     wrong: dict[str, Any] = {
         "the parameter 'head.weight' outside of model.* as in model.loss = loss": lambda scores, _: head(scores).sum(),
         "the parameter 'factor' outside of model": lambda scores, _: (scores * factor).sum(),
-        "the parameter 'weight' outside of model": functools.partial(lambda weight, s, _: (s * weight).sum(), factor),
+        "the parameter 'weight' outside of model": functools.partial(
+            lambda s, _, weight: (s * weight).sum(), weight=factor
+        ),
         "the parameter 'self.weight' outside of model": head.loss,
         "a parameter outside of model, of shape": lambda scores, _: (
             scores * (unset if model is None else box[0])
@@ -578,16 +579,15 @@ def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
 def test_difference_of_replays(dtype: torch.dtype) -> None:
     inf, nan = float("inf"), float("nan")
     first = torch.tensor([1.0, inf, -inf, nan, 2.0], dtype=dtype)
-    assert largest_difference(first, first) == 0
-    assert largest_score(first) == 2
+    assert compare_scores(first, first) == (0, 2)
     for index, value in [(0, nan), (1, -inf), (1, 1.0), (2, nan), (3, 1.0), (4, inf)]:
         again = first.clone()
         again[index] = value
-        assert largest_difference(first, again) == inf, (index, value)
+        assert compare_scores(first, again)[0] == inf, (index, value)
     again = first.clone()
     again[0] += 0.5
-    assert largest_difference(first, again) == 0.5
-    assert largest_difference(first[:0], first[:0]) == largest_score(first[:0]) == 0
+    assert compare_scores(first, again)[0] == 0.5
+    assert compare_scores(first[:0], first[:0]) == (0, 0)
     assert replay.tolerance(dtype) == torch.finfo(dtype).eps ** 0.5
 
 
