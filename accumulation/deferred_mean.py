@@ -1,14 +1,14 @@
 """Gradients of sums, divided once by a count that is known only at the end.
 
-A server that receives ``backward`` and ``step`` as separate requests does not know which backward is the last of a
-step, so it cannot scale a loss by a count that still grows. It back-propagates sums, and divides the gradients later::
+A server that receives ``backward`` and ``step`` as separate requests cannot scale a loss by a count that still grows.
+It back-propagates sums, and divides the gradients later::
 
     backward    header (count, sum of losses); backward, in which the wrapper reduces; any number of times
                 or backward_window, which does it once for several micro-batches
     finish      header; all-reduces over the ranks that no wrapper reduces over; one division by N / m
 
-N is the sum of all counts over all ranks, m is the number that the wrapper has divided gradients by. Each header comes
-before the work that it checks, so every rank raises the error of one rank while the gradients are untouched.
+m is the number that the wrapper has divided gradients by. Each header comes before the work that it checks, so every
+rank raises the error of one rank while the gradients are untouched.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
-from ..distributed.group import Group
-from ..distributed.header import DeviceCheck, Offer, agree_on, combined
+from ..distributed.group import Group, group_ranks, resolve_group
+from ..distributed.header import DeviceCheck, Offer, agree_on, combined, public_class, reason_of
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
-from ..gradients.all_reduce_grads import Summand, add_, distinct_entries
+from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
 from ..gradients.parameters import Entry, local_gradient
 from ..gradients.torch_private import divide_each_
 from ..gradients.when_reduced import discard_gradients_
@@ -36,7 +36,6 @@ from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
 from .inner_backward import check_zero
 from .step import Step
 from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, sum_of
-from .sync_groups import SyncEntry, plan_sums, read_sync_groups
 from .token_count import Term, check_amounts, check_scalar
 from .window import Window, open_window
 from .window_sums import WindowSums
@@ -46,14 +45,13 @@ B = TypeVar("B")
 _MEAN_FIX = f"{SUM_UP}, or pass loss * n."
 # All living objects: no two of them may divide the gradients of the same parameter.
 _ALIVE: weakref.WeakSet[DeferredMean] = weakref.WeakSet()
-
 _BY_HAND = (
     "If you add up the gradients yourself, say so by passing group. If DDP around the model reduces them, pass "
     "multiplier, the number of its ranks."
 )
 _ONE_COUNT = (
-    "Their counts are open until the end, and one gradient cannot be divided by several numbers: use accumulate, which "
-    "counts them first, or add up losses of equal counts."
+    "Their counts are open until the end, so each name would need a gradient of its own, as large as the model: use "
+    "accumulate, which counts them first, or add up losses of equal counts."
 )
 
 
@@ -69,8 +67,8 @@ class DeferredMean:
 
     .. math:: \frac{\sum_r \sum_k S_{rk}}{\sum_r \sum_k n_{rk}}
 
-    over ranks r and calls k: the value that one process computes from all the rows. Use it in a server, or a loop, that
-    does not know which backward is the last. Otherwise use :func:`accumulate`, which reduces once per step. ::
+    over ranks r and calls k: the value that one process computes from all the rows. For a server, or a loop, that does
+    not know which backward is the last; otherwise use :func:`accumulate`, which reduces once per step. ::
 
         deferred = DeferredMean(model)
         for batch in requests_of_this_step:  # the same number on every rank
@@ -80,18 +78,12 @@ class DeferredMean:
         optimizer.step()
         optimizer.zero_grad()
 
-    A request of several micro-batches is one :meth:`backward_window`, with one reduction.
-
     Args:
-        model: see :func:`accumulate`.
-        group: the ranks over which counts and losses are added; see :func:`accumulate`. If the tokens of one sequence
-            are on several ranks over which FSDP does not reduce, pass the group of all of them; each rank counts its
-            own tokens.
+        model: see :func:`accumulate`. Several objects may serve parts of one model, such as adapters, if they have no
+            trainable parameter in common.
+        group: the ranks over which counts and losses are added; see :func:`accumulate`.
         multiplier: the number that a backward divides gradients by; None to read it from ``model``. Pass the number of
-            ranks for a part of a model under DDP, such as one of several adapters: parameters do not show that DDP
-            reduces them.
-
-    Several objects may serve parts of one model, such as adapters, if they have no trainable parameter in common.
+            ranks for a part of a model under DDP: its parameters do not show that DDP reduces them.
 
     Raises:
         TypeError: when ``model`` is not a module.
@@ -100,13 +92,11 @@ class DeferredMean:
         RuntimeError: when another object has collected gradients of the same parameters and has not finished them.
 
     Numerics:
-        Counts in float64, exact up to 2**53. Gradients grow as large as their sums before the division: they need the
-        range of float32 or bfloat16. With float16 gradients use :func:`accumulate`.
+        Counts in float64. Before the division gradients need the range of float32 or bfloat16; with float16 gradients
+        use :func:`accumulate`.
     Distributed:
-        Each :meth:`backward` is one header, one reduction by the wrapper, and DDP's broadcast of buffers,
-        which the next forward then leaves out; every rank makes the same calls. For a DDP module that has not run yet,
-        the constructor makes the broadcast of the first forward: construct it on every rank. Without a process group,
-        or with one rank, nothing is exchanged.
+        Each :meth:`backward` is one header, one reduction by the wrapper, and DDP's broadcast of buffers, which the
+        next forward then leaves out; the constructor makes the first one. Every rank makes the same calls.
 
     Example:
         >>> import torch
@@ -125,8 +115,8 @@ class DeferredMean:
         self._is_replaced = False  # by a newer object for the same parameters
         self._set_wrappers(find_sync(model))
         self._ranks = find_ranks(self._sync, group)
-        trainable = _trainable(model)
-        older = [deferred for deferred in _ALIVE if trainable & _trainable(deferred._model)]
+        trainable = _trainable(entries := distinct_entries(model))
+        older = [deferred for deferred in _ALIVE if trainable & _trainable(distinct_entries(deferred._model))]
         num_open = max((deferred._sums.num_calls for deferred in older), default=0)
         if num_open:
             got = Words(f"one with {num_open} calls of backward that are not finished")
@@ -137,7 +127,7 @@ class DeferredMean:
         self._sync.prepare_first_forwards()
         self._sums: _Sums = _Sums()
         self._mean_loss: Tensor | None = None
-        self._note_gradients()
+        self._note_gradients(entries)
         _ALIVE.add(self)
 
     @not_compiled
@@ -153,16 +143,15 @@ class DeferredMean:
             ``CallTotals(loss_sum, num_terms)`` of this call over all ranks, equal on every rank.
 
         Raises:
-            TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1.
+            TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1; for losses by name.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0, of the constructor's time or of the last :meth:`finish`; when there is a newer
                 object for the model.
 
-        A loss may have back-propagated a part of itself before, unscaled: it is divided with the rest. Under DDP each
-        parameter may get only one gradient of a micro-batch. Before such a loss set gradients to None, as
-        ``optimizer.zero_grad()`` does: those that were set to 0 in place look like old ones.
-
         Every rank raises an error before the backward, so gradients and counts stay as they were.
+
+        A loss may have back-propagated a part of itself before, unscaled: it is divided with the rest. Before such a
+        loss set gradients to None: those that were set to 0 in place look like old ones.
         """
         is_first, sync = self._sums.num_calls == 0, None
         if is_first:
@@ -217,13 +206,11 @@ class DeferredMean:
         Raises:
             TypeError: when ``fn`` is not a function, or returns no pair.
             TypeError, ValueError, RuntimeError: see :meth:`backward` and :func:`accumulate`. An error before the first
-                forward leaves gradients and counts as they were. A later one, such as that of ``fn`` on one rank,
-                discards those of the whole step, as :meth:`discard` does.
+                forward leaves gradients and counts as they were. A later one discards those of the whole step.
 
         Distributed:
-            Two headers, one reduction, and DDP's broadcast of buffers. Every rank raises an error, see
-            :meth:`Step.backward`. Where a forward communicates, as under FSDP2, a rank whose ``fn`` raises without one
-            raises alone.
+            Two headers, one reduction, and DDP's broadcast of buffers. Every rank raises an error, except where
+            forwards communicate, as under FSDP2: a rank whose ``fn`` raises without a forward raises alone.
         """
 
         def bring(window: Window) -> Offer[float]:
@@ -257,8 +244,8 @@ class DeferredMean:
 
     def _add(self, loss: float, num_terms: float, kind: tuple[torch.dtype, torch.device]) -> CallTotals:
         """Add the sums of a call over all ranks, and return them."""
-        sums, self._loss_kind = self._sums, kind
-        self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss)
+        sums = self._sums
+        self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss, kind)
         return CallTotals(loss, _as_count(num_terms))
 
     def _check_call(self, sync: GradientSync | None) -> tuple[DeviceCheck | None, dict[str, object]]:
@@ -275,16 +262,12 @@ class DeferredMean:
         if not all(switches) or not all(all(group.switches) for group in self._sync.fsdp):
             fix = "Call forward and backward outside of no_sync. To reduce once per step, use accumulate."
             raise RuntimeError(expected("model", "gradients that every backward reduces", Words("no_sync"), fix))
-        known = [ref() for ref in self._gradients_before] if sync is not None else []
-        old = set(map(id, known)) - {id(None)}
+        old = {id(ref()) for ref in self._gradients_before if ref() is not None} if sync is not None else set()
         entries = distinct_entries(self._model) if old else []
         grads = [local_gradient(entry) for entry in entries if id(entry.parameter.grad) in old]
 
         def error(number: int) -> Exception:
-            fix = (
-                "Call optimizer.zero_grad() after each step: the division is for the gradients of one step. With a "
-                "loss that back-propagates inside itself, let it set them to None."
-            )
+            fix = "Call optimizer.zero_grad() after each step, which sets them to None."
             got = Words(f"gradients with {number} elements that are not 0")
             return RuntimeError(expected("model", "no gradient before the first backward of a step", got, fix))
 
@@ -297,10 +280,10 @@ class DeferredMean:
         """Add what no wrapper has added, divide all gradients by the count, and return the count over all ranks.
 
         Args:
-            sync_groups: the groups over which gradients are added first. An entry is a group, for all gradients of the
-                model, such as the one that :func:`sequence_sync_group` picks; or a pair ``(parameters, group)``, such
-                as an expert and the ranks with copies of it. None for a group adds nothing: ``(experts, None)`` says
-                that their gradients are complete. Every rank passes the same number of entries, in the same order.
+            sync_groups: the groups over which gradients are added first, the same entries on every rank. An entry is a
+                group, for all gradients of the model, such as the one that :func:`sequence_sync_group` picks; or a pair
+                ``(parameters, group)``, such as an expert and the ranks with copies of it. None for a group adds
+                nothing: ``(experts, None)`` says that their gradients are complete.
 
         Returns:
             N, an int when it is whole. With N = 0 every gradient that exists is set to 0.
@@ -308,19 +291,18 @@ class DeferredMean:
         Raises:
             TypeError, ValueError: for an entry that is neither; for parameters that are not the model's; for the same
                 parameter and group twice; for parameters that no wrapper reduces, unless a pair lists them or the
-                constructor got ``group``; when the ranks of an entry have different counts (tokens of one sequence on
-                several ranks require the ``group`` of the constructor); see also :func:`all_reduce_grads_`.
-            RuntimeError: without a backward since the last finish, because a second sync would add final gradients
-                again; when the way the model reduces has changed since the first backward.
+                constructor got ``group``; when the ranks of an entry have different counts; see also
+                :func:`all_reduce_grads_`.
+            RuntimeError: without a backward since the last finish; when the way the model reduces has changed since the
+                first backward.
 
         Distributed:
             One header, another one with ``sync_groups``, and what :func:`all_reduce_grads_` exchanges for each entry.
-            Every rank raises an error with the gradients untouched, and you may call finish again. Gradients, DTensors
-            too, stay the same objects.
+            Every rank raises an error with the gradients untouched, and you may call finish again.
         """
         sums = self._sums
 
-        def bring() -> Offer[tuple[list[Entry], list[SyncEntry], set[str]]]:
+        def bring() -> Offer[tuple[list[Entry], list[_SyncEntry], set[str]]]:
             if sums.num_calls == 0:
                 fix = "A second sync would add and divide final gradients again. Call backward first."
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
@@ -330,7 +312,7 @@ class DeferredMean:
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", got, fix))
             entries = distinct_entries(self._model)
-            to_sync = read_sync_groups(sync_groups, entries)
+            to_sync = _read_sync_groups(sync_groups, entries)
             paired = {id(parameter) for listed, _, is_pair in to_sync if is_pair for _, parameter in listed}
             unmanaged = sync.unmanaged if self._group is None else []
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
@@ -346,7 +328,7 @@ class DeferredMean:
             entries, to_sync, unmanaged = agree_on("DeferredMean.finish", self._ranks, bring).value
             if to_sync:
                 call = "DeferredMean.finish (sync_groups)"
-                plans = agree_on(call, self._ranks, lambda: Offer(plan_sums(to_sync, sums.num_terms))).value
+                plans = agree_on(call, self._ranks, lambda: Offer(_plan_sums(to_sync, sums.num_terms))).value
         except Exception:
             self._sync.forget_forwards()
             raise
@@ -364,30 +346,49 @@ class DeferredMean:
             else:
                 for grad in grads:
                     grad.zero_()
-        self._mean_loss = as_mean(sums.loss, sums.num_terms, *self._loss_kind)
+        self._mean_loss = as_mean(sums.loss, sums.num_terms, *sums.kind)
         self._sums = _Sums()
-        self._note_gradients()
+        self._note_gradients(entries)
         return _as_count(sums.num_terms)
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the last finished step: a detached scalar, the same on every rank of the group.
+        """Return the loss of the last finished step: a detached scalar, the same on every rank.
 
-        It has the dtype of the losses, float32 for half precision. No communication.
-
-        Raises:
-            RuntimeError: before the first :meth:`finish`.
+        In the dtype of the losses, float32 for half precision. Raises RuntimeError before the first :meth:`finish`.
         """
         if self._mean_loss is None:
             raise RuntimeError(expected("mean_loss", "a step that is finished", Words("none"), "Call finish() first."))
         return self._mean_loss.clone()
 
     def discard(self) -> None:
-        """Drop all gradients of the model and their count, as if the step had never begun; call it on every rank.
-
-        After a backward that raised inside the reduction of DDP, DDP itself fails: see :func:`discard_gradients_`.
-        """
+        """Drop the gradients of the model, as :func:`discard_gradients_` does, and their count; on every rank."""
         discard_gradients_(self._model)
         self._sums = _Sums()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what was counted since the last :meth:`finish`, the same on every rank.
+
+        The sums of gradients are in the ``grad`` of the parameters. A server that saves both, on each rank, can go on
+        in the middle of a step after a restart, with the same number of ranks.
+        """
+        sums = self._sums
+        numbers = {"num_terms": sums.num_terms, "loss_sum": sums.loss, "multiplier": self._multiplier}
+        state = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+        return {**state, "num_calls": torch.tensor(sums.num_calls), "like": torch.empty(0, dtype=sums.kind[0])}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue a step that :meth:`state_dict` describes; set the gradients too, before the next call.
+
+        Raises:
+            ValueError: when the wrappers divide gradients by another number than then.
+        """
+        if (given := float(state["multiplier"])) != self._multiplier:
+            fix = "Finish a step on as many ranks as it was begun on."
+            raise ValueError(expected("multiplier", f"{self._multiplier:g}, as the model divides now", given, fix))
+        like = state["like"]
+        self._sums = _Sums(
+            int(state["num_calls"]), float(state["num_terms"]), float(state["loss_sum"]), (like.dtype, like.device)
+        )
 
     def _set_wrappers(self, sync: GradientSync) -> None:
         """Store and check how the model reduces in this step."""
@@ -395,9 +396,9 @@ class DeferredMean:
         sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
         self._multiplier = sync.checked_multiplier(self._group, multiplier)
 
-    def _note_gradients(self) -> None:
+    def _note_gradients(self, entries: Iterable[Entry]) -> None:
         """Remember the gradients that the next step must not add to."""
-        grads = (entry.parameter.grad for entry in distinct_entries(self._model))
+        grads = (entry.parameter.grad for entry in entries)
         self._gradients_before = [TensorWeakRef(grad) for grad in grads if grad is not None]
 
 
@@ -425,6 +426,10 @@ class _SumStep(Step):
         return float(self._num_terms) in (0, 1)
 
 
+def _trainable(entries: Iterable[Entry]) -> set[int]:
+    return {id(parameter) for _, parameter in entries if parameter.requires_grad}
+
+
 def _refuse_terms(loss_sum: object) -> None:
     """Raise TypeError for losses by name."""
     if isinstance(loss_sum, Mapping):
@@ -442,7 +447,63 @@ class _Sums(NamedTuple):
     num_calls: int = 0
     num_terms: float = 0.0
     loss: float = 0.0
+    kind: tuple[torch.dtype, torch.device] = torch.float32, torch.device("cpu")  # of the last loss
 
 
-def _trainable(model: nn.Module) -> set[int]:
-    return {id(parameter) for _, parameter in distinct_entries(model) if parameter.requires_grad}
+class _SyncEntry(NamedTuple):
+    """Parameters, and the group over which :meth:`DeferredMean.finish` adds their gradients."""
+
+    parameters: list[Entry]
+    group: ProcessGroup | None  # None adds nothing; so does a group of one rank
+    is_pair: bool  # the caller listed the parameters; otherwise they are all of the model's
+
+
+def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> list[_SyncEntry]:
+    """Return the entries of ``sync_groups`` for a model of ``model_entries``; TypeError or ValueError if bad."""
+    if isinstance(sync_groups, (str, dict)) or not isinstance(sync_groups, Iterable):
+        what = "a list of groups and of (parameters, group) pairs"
+        raise TypeError(expected("sync_groups", what, sync_groups, "Pass [group] for one group."))
+    to_sync: list[_SyncEntry] = []
+    for index, item in enumerate(sync_groups):
+        is_pair = isinstance(item, (tuple, list)) and len(item) == 2
+        parameters, group = item if is_pair else (None, item)
+        try:
+            listed = distinct_entries(parameters) if is_pair else model_entries
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"sync_groups[{index}]: {error}") from error
+        ranks = None if group is None else resolve_group(group, name=f"sync_groups[{index}]")
+        to_sync.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
+    known, seen = {id(entry.parameter) for entry in model_entries}, set()
+    for index, (listed, ranks, _) in enumerate(to_sync):
+        members = () if ranks is None else tuple(group_ranks(ranks))
+        for entry in listed:
+            key = id(entry.parameter), members
+            if key[0] not in known:
+                raise ValueError(
+                    expected(f"{entry.name} in sync_groups[{index}]", "a parameter of the model", entry.parameter)
+                )
+            if members and key in seen:
+                fix = "It is listed in an earlier entry, alone or with all parameters of the model."
+                got = Words("a second sum over the same ranks")
+                place = f"{entry.name} in sync_groups[{index}]"
+                raise ValueError(expected(place, "one sum over each group", got, fix))
+            seen.add(key)
+    return to_sync
+
+
+def _plan_sums(to_sync: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Return what to add over which group, after comparing it within each group; or raise the first error.
+
+    The loop continues after an error, because the ranks of the other groups wait for this one. It raises a copy of the
+    error: with one that an agreement has raised, this rank would skip the next header, in which others may wait.
+    """
+    plans, errors = [], []
+    for parameters, group, _ in to_sync:
+        if group is not None:
+            try:
+                plans.append((plan_sum(parameters, group, count), group))
+            except Exception as error:
+                errors.append(error)
+    if errors:
+        raise public_class(errors[0])(reason_of(errors[0]))
+    return plans

@@ -353,6 +353,48 @@ def test_one_object_for_each_model(rank: int) -> None:
     DeferredMean(model, by_hand(model))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_step_goes_on_in_another_process(rank: int, kind: str) -> None:
+    """With the counts and the gradients it ends with the same bits; the control loads no counts."""
+    batches, groups = make_window("uneven", rank), sync_groups(kind)
+
+    def begin() -> tuple[nn.Module, DeferredMean]:
+        model = wrap(Model(), kind)
+        return model, DeferredMean(model, by_hand(model))
+
+    def run(deferred: DeferredMean, model: nn.Module, part: slice) -> None:
+        for batch in batches[part]:
+            deferred.backward(sum_loss(model, batch), num_valid(batch))
+
+    model, deferred = begin()
+    run(deferred, model, slice(2))
+    saved, grads = deferred.state_dict(), [parameter.grad.clone() for parameter in model.parameters()]
+    run(deferred, model, slice(2, None))
+    count = deferred.finish(groups)
+    results = []
+    for is_control in (False, True):
+        other, again = begin()
+        if not is_control:
+            again.load_state_dict(saved)
+        for parameter, grad in zip(other.parameters(), grads):
+            parameter.grad = grad.clone()
+        run(again, other, slice(2, None))
+        is_same = again.finish(groups) == count
+        results.append(
+            (is_same, torch.equal(gradient(other), gradient(model)), again.mean_loss() == deferred.mean_loss())
+        )
+    assert results == [(True, True, True), (False, False, False)]
+    other, again = begin()
+    again.load_state_dict(saved)  # after the last call
+    for parameter, grad in zip(other.parameters(), grads):
+        parameter.grad = grad
+    again.finish(groups)
+    assert again.mean_loss().dtype == torch.float64
+    kind_of_error, text = error_of(lambda: again.load_state_dict(saved | {"multiplier": torch.tensor(7.0)}))
+    assert (kind_of_error, "as the model divides now, got 7.0." in text) == ("ValueError", True)
+
+
 def test_one_process() -> None:
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
         DeferredMean(None)
