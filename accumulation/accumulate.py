@@ -12,9 +12,8 @@ What happens in a window, on every rank and whatever the data::
     the last            backward, in which the wrapper reduces
 
 A header and a collective of the wrapper must never meet in the same group. DDP and plain modules communicate nothing
-between the two headers, so their ranks may skip a micro-batch or have different numbers of them. FSDP2, SyncBatchNorm
-and sync="each" communicate in every micro-batch, so different numbers are refused. DDP's first forward would rebuild
-buckets and broadcast buffers; this happens right after the opening header instead.
+between the two headers, so their ranks may skip a micro-batch or have different numbers of them. What DDP's first
+forward would communicate happens right after the opening header instead.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def accumulate(
 
     .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r \sum_g n_{rg}}
 
-    over ranks r and micro-batches g: the value that one process computes from the whole batch. The usual mean of the
-    micro-batches' means gives a micro-batch of 100 tokens the same weight as one of 900. ::
+    over ranks r and micro-batches g: the value that one process computes from the whole batch. ::
 
         for micro_batches in windows(loader, 4):
             optimizer.zero_grad()
@@ -72,15 +70,14 @@ def accumulate(
         model: a plain module, a module with DDP, FSDP2 or HSDP anywhere in it, or a part of a model under FSDP2. How it
             reduces gradients is read and not changed. Under DDP pass the DDP module, not its ``module``.
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
-        count: the number of terms that the losses sum. Pass a function that takes a micro-batch and returns its number
-            of terms, or the sum of their weights, on this rank; or :func:`count_valid_tokens`, with keywords bound by
-            ``functools.partial``; or the number N itself: 15 means 15 terms on all ranks and in all micro-batches
-            together, not in each. For several losses with counts of their own, at most 5, pass a mapping of names to
-            counts: the loss of the window is the sum over the names of :math:`w S / N`, see :meth:`Step.backward`.
-        group: the ranks that hold different rows. None is the ranks over which ``model`` reduces its gradients, or the
-            default group if no wrapper reduces them. Pass the larger group if context parallelism is outside of the
-            wrapper's mesh. A model without a wrapper requires it on several ranks: it says that you add up the
-            gradients.
+        count: a function that takes a micro-batch and returns the number of terms that its loss sums on this rank, or
+            the sum of their weights; or :func:`count_valid_tokens`, with keywords bound by ``functools.partial``; or
+            the number N itself, of the terms on all ranks and in all micro-batches together. For several losses with
+            counts of their own, at most 5, a mapping of names to counts: the loss of the window is the sum over the
+            names of :math:`w S / N`, see :meth:`Step.backward`.
+        group: the ranks that hold different rows. None is the ranks over which ``model`` reduces its gradients. Pass
+            the larger group if context parallelism is outside of the wrapper's mesh. A model without a wrapper requires
+            it on several ranks: it says that you add up the gradients.
         sync: when gradients are reduced: after the ``"last"`` micro-batch; after ``"each"``, which takes less memory
             under FSDP2; or for HSDP ``"shard"``, over the shards after each and over the replicas after the last.
         multiplier: the number that gradients are divided by after the loss, such as in a hook; None to read it from
@@ -95,20 +92,16 @@ def accumulate(
         TypeError: for micro-batches without a length, such as a generator; for a bad ``count``.
         ValueError: when a rank has no micro-batch; when the ranks have different numbers of them and each communicates
             (FSDP2, HSDP, SyncBatchNorm, ``sync="each"``); for counts that are negative or not finite; for gradients
-            that are divided by several numbers (experts: see :func:`sum_gradients_`); for gradients that no wrapper
-            reduces on several ranks, unless you pass ``group``, or ``multiplier`` for a model without any wrapper; for
-            DDP with ``static_graph`` whose very first backward would not reduce; for arguments that differ between
-            ranks.
+            that are divided by several numbers (experts: see :func:`sum_gradients_`), or that no wrapper reduces on
+            several ranks, without ``group``; for DDP with ``static_graph`` whose very first backward would not reduce;
+            for arguments that differ between ranks.
 
-    Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN. A rank or a
-        micro-batch without terms takes part like any other.
+    Degenerate: with a count of 0 over all ranks every gradient exists and is 0, even when losses are NaN.
     Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
-    Distributed: one header before the first micro-batch and one in the last. The host reads the counts from the device
-        once for the first, and the losses once for the second. One reduction of the gradients with ``sync="last"``.
-        Errors are raised on every rank, see :meth:`Step.backward`. Without a process group, or with one rank, nothing
-        is exchanged. Leave the loop early on every rank or on none, and then call :func:`discard_gradients_`. With
-        ``each`` the sums travel with the second header; in the first window, and on an accelerator, in a payload of
-        their own behind it.
+    Distributed: one header before the first micro-batch and one in the last, for which the host reads counts and losses
+        from the device; with ``each`` a payload may follow the second. One reduction of the gradients with
+        ``sync="last"``. Errors are raised on every rank, see :meth:`Step.backward`. Leave the loop early on every rank
+        or on none, and then call :func:`discard_gradients_`.
 
     Example:
         >>> import torch

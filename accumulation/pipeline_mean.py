@@ -1,14 +1,13 @@
 """One optimizer step under a pipeline schedule of torch, for a loss that is a sum divided by a count.
 
 The schedule owns the loop, and only the last stage computes the loss. So the ranks agree twice, each time over the
-stages of a pipeline first and then over the pipelines, which pass on what their stages know::
+stages of a pipeline first and then over the pipelines::
 
     opening     count of the targets, what must be equal                              every stage knows N
     step        forwards and backwards as the schedule orders them; the loss function multiplies sums by m / N
     closing     sum of losses, and any error of the loss function since the opening   every stage knows the mean
 
-An error of the loss function must not end the step, because the other stages wait for the gradient of its rank. It is
-stored, the rank sends zeros, and all ranks raise it in the closing.
+The other stages wait for the gradient of a rank whose loss function raises, so it sends zeros until the closing.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class PipelineMean:
 
     .. math:: \frac{\sum_r \sum_g S_{rg}}{\sum_r n_r}
 
-    over the pipelines r and their micro-batches g: the value that one process computes from the whole batch, with the
-    gradient of that value in every stage. ::
+    over the pipelines r and their micro-batches g: value and gradient of one process with the whole batch. ::
 
         schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_sum)
         mean = PipelineMean(schedule, count_valid_tokens)
@@ -57,8 +55,8 @@ class PipelineMean:
 
     Args:
         schedule: any schedule with a ``loss_fn`` that returns the *sum* of the losses of a micro-batch, such as with
-            ``reduction="sum"``. Its ``scale_grads`` has no effect here. It may have several stages on this rank. Stages
-            are plain modules, or with FSDP2 or HSDP.
+            ``reduction="sum"``, of one or more stages on this rank, plain or with FSDP2 or HSDP. Its
+            ``scale_grads`` has no effect here.
         count: the number of terms that the losses sum: a function of ``target``; :func:`count_valid_tokens`, with
             keywords bound by ``functools.partial``, for a target of labels; or one number over all ranks.
         group: the ranks that hold other rows for the same stage. None is the ranks over which the wrapper of this
@@ -68,22 +66,13 @@ class PipelineMean:
     Raises:
         TypeError: when ``schedule`` is not a schedule.
         ValueError: for stages with DDP; for stages of this rank that reduce over several groups; for stages without a
-            wrapper if ``group`` is needed; see also :func:`accumulate`. The constructor communicates nothing, so only
-            this rank raises.
+            wrapper if ``group`` is needed; see also :func:`accumulate`. The constructor raises on this rank only.
 
-    Numerics: N in float64. The scaled loss is in the dtype of the loss, float32 for half precision.
     Distributed:
         Two headers over the stages and two over ``group``, in addition to what the schedule exchanges.
     """
 
-    def __init__(
-        self,
-        schedule: Any,
-        count: Count,
-        group: Group = None,
-        *,
-        multiplier: float | None = None,
-    ) -> None:
+    def __init__(self, schedule: Any, count: Count, group: Group = None, *, multiplier: float | None = None) -> None:
         stages = stages_of_schedule(schedule)
         if not stages:
             raise TypeError(expected("schedule", "a schedule of torch.distributed.pipelining", schedule))
@@ -121,10 +110,9 @@ class PipelineMean:
             What ``schedule.step`` returns.
 
         Raises:
-            TypeError, ValueError, RuntimeError: on every rank. Before the first forward, with the gradients as they
-                were: for a missing target, a bad count, and what differs between ranks, such as the multiplier. After
-                the last backward, with the gradients of the stages discarded: for a loss that is a mean, that gathers,
-                or has no graph, and for an error of ``loss_fn``.
+            TypeError, ValueError, RuntimeError: on every rank. Before the first forward for a missing target, a bad
+                count, and what differs between ranks. After the last backward, with the gradients of the stages
+                discarded, for a loss that is a mean, gathers, or has no graph, and for an error of ``loss_fn``.
         """
         term = self._open(target)
         num_losses = num_micro_batches_of_schedule(self._schedule) * (1 if self._ranks is None else self._ranks.size())
@@ -162,10 +150,7 @@ class PipelineMean:
     def mean_loss(self) -> Tensor:
         """Return the loss of the last step: a detached scalar on the device of the stage, equal on every rank.
 
-        It has the dtype of the losses, float32 for half precision. No communication.
-
-        Raises:
-            RuntimeError: before the first :meth:`step`.
+        In the dtype of the losses, float32 for half precision. Raises RuntimeError before the first :meth:`step`.
         """
         if self._mean_loss is None:
             raise RuntimeError(expected("mean_loss", "a step that has ended", Words("none"), "Call step(...) first."))
@@ -182,7 +167,7 @@ class PipelineMean:
             if has_loss and target is None and callable(self._count):
                 fix = "Pass the targets on the rank with the last stage."
                 raise ValueError(expected("target", "targets to count", target, fix))
-            batch = target if rule is None or isinstance(target, Mapping) else {rule.keys[0]: target}
+            batch = target if rule is None or isinstance(target, Mapping) else {rule.keys_and_shifts()[0][0]: target}
             term = read_count(self._count, [batch] if has_loss else [])
             own = check_amount("count", math.fsum(as_numbers(term.counts or [])))
             num_micro_batches = num_micro_batches_of_schedule(self._schedule)

@@ -1,15 +1,12 @@
 """One window of :func:`accumulate` on this rank: the micro-batches, and the point at which all ranks raise one error.
 
-The closing header comes before the last backward. This is the last point at which all ranks can raise the same error,
-because DDP has not begun to reduce. A rank must not raise earlier: the others may be several micro-batches away from
-any exchange. It stores the error and continues. Where the others communicate in their backward, it back-propagates
-zeros from what the model has returned. Ranks outside the group, such as those of tensor parallelism, do not see the
-error.
+The closing header comes before the last backward, because DDP has not begun to reduce then. A rank must not raise
+earlier: the others may be several micro-batches away from any exchange. It stores the error and continues. Where the
+others communicate in their backward, it back-propagates zeros from what the model has returned.
 
-A loss that back-propagates itself reduces in its own backward. Its factor m / N is needed before that, so
-``Step.factor`` exchanges the closing header when it is read in the last micro-batch. What is known only later, the loss
-of that micro-batch and its errors, goes into one more header at the end of the loop. All ranks know of it from the
-first one.
+A loss that back-propagates itself needs its factor m / N before it reduces, so ``Step.factor`` exchanges the closing
+header when it is read in the last micro-batch. The loss of that micro-batch and its errors go into one more header at
+the end of the loop, of which all ranks know from the first one.
 """
 
 from __future__ import annotations
@@ -97,12 +94,12 @@ class Step:
 
         Args:
             loss: scalar, the *sum* of the losses of this micro-batch's terms, such as with ``reduction="sum"``. With
-                counts by name a mapping of all names to sums, except for those that were passed to :meth:`record`. A
-                name without terms in the window counts 0, even when its loss is NaN.
-            num_items: the number of terms if ``loss`` is their *mean* instead. A mean over 0 terms is NaN; it adds
-                nothing to value and gradient. The host does not read a tensor: for a tensor of 0 the gradient is zero
-                only if the loss turns a gradient of 0 into zeros. torch's losses do, a division by that 0 does not.
-                With counts by name a mapping of the names that are means.
+                counts by name a mapping of names to sums: all that were not passed to :meth:`record`. A name without
+                terms in the window counts 0, even when its loss is NaN.
+            num_items: the number of terms if ``loss`` is their *mean* instead; of 0 terms, such as NaN, it adds nothing
+                to value and gradient. The host does not read a tensor: for a tensor of 0 the gradient is zero only if
+                the loss turns a gradient of 0 into zeros. torch's losses do, a division by that 0 does not. With counts
+                by name a mapping of the names that are means.
             weights: the factors of the names in the loss of the window, 1 for the others; the same in every
                 micro-batch and on every rank.
 
@@ -111,15 +108,14 @@ class Step:
                 ``num_items`` or a weight is not a number.
             ValueError: for names that are unknown or missing; for weights that change or differ between ranks; for a
                 ``loss`` that is not a scalar, has no graph, or is not from the forward of the DDP module; for a mean
-                without ``num_items``, if the graph shows that it is a mean, unless the micro-batch counts as one term;
-                for sums divided by the numbers of their terms, if these differ between micro-batches; for the mean of a
-                loss that compares rows or balances classes, which is for ``pooled_backward``; for ``num_items`` that
-                are negative, or not the count of the micro-batch if ``count`` is a function.
+                without ``num_items``, if the graph shows that it is one of several terms; for sums divided by the
+                numbers of their terms, if these differ between micro-batches; for the mean of a loss that compares
+                rows or balances classes, which is for ``pooled_backward``; for ``num_items`` that are negative, or not
+                the count of the micro-batch if ``count`` is a function.
             RuntimeError: for a micro-batch with two calls, or with none; for a loss that has back-propagated inside
-                itself, as chunked cross-entropies do, without :attr:`factor`: that part is not divided by the count.
-                Gradients that you add yourself, such as those of a penalty, belong after this call. For an optimizer
-                that steps before the last backward, and for gradients that were set to None. These, and sums that are
-                divided, are looked for in windows 1, 2, 4, 8, ... of a model.
+                itself, see :attr:`factor`: gradients that you add yourself, such as those of a penalty, belong after
+                this call; for an optimizer that steps before the last backward, and for gradients that were set to
+                None. These, and sums that are divided, are looked for in windows 1, 2, 4, 8, ... of a model.
 
         Distributed:
             The call for the last micro-batch exchanges one header before it back-propagates. If any rank has failed
@@ -162,8 +158,8 @@ class Step:
         Distributed:
             In the last micro-batch the first reading exchanges the header that :meth:`backward` exchanges otherwise,
             and the end of the loop exchanges another one. Read it on every rank at the same place, under FSDP2 before
-            the forward. An error that a rank makes before is raised here, on every rank. One made later is raised at
-            the end of the loop, when the gradients have been reduced; they are discarded.
+            the forward. An error that a rank makes later is raised at the end of the loop, with the reduced gradients
+            discarded.
         """
         self._check_naming("factor", are_named=False)
         self._begin_own_backward()
@@ -219,7 +215,7 @@ class Step:
         return self._micro_batch
 
     def _begin_own_backward(self) -> MicroBatch:
-        """Exchange the header before the last backward, and look no longer for a loss that back-propagates itself."""
+        """Exchange the header before the last backward; from now on a loss may back-propagate itself."""
         micro_batch = self._current()
         self._before = self._added = None
         self._is_watched = False  # gradients may come later
@@ -236,9 +232,8 @@ class Step:
     def mean_loss(self) -> Tensor:
         """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
 
-        With counts by name it is the weighted sum of :meth:`mean_losses`. A detached scalar on the device and in the
-        dtype of the losses, float32 for half precision; 0 without terms. It is the same on every rank of the group over
-        which the terms were counted, and costs no communication.
+        With counts by name the weighted sum of :meth:`mean_losses`. A detached scalar on the device and in the dtype of
+        the losses, float32 for half precision; 0 without terms. The same on every rank, without communication.
 
         Raises:
             RuntimeError: before the loop has ended, or when it was left early.
@@ -369,11 +364,8 @@ class Step:
         """Store the error of a step of the optimizer before the last backward."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if self._phase < Phase.AGREED and not stepped.isdisjoint(map(id, self._window.model.parameters())):
-            fix = "Call it after the loop over accumulate(...)."
-            text = expected(
-                "optimizer.step()", "a call after the last backward of the window", Words("one before"), fix
-            )
-            self._fail(RuntimeError(text), is_due=False)
+            what, fix = "a call after the last backward of the window", "Call it after the loop over accumulate(...)."
+            self._fail(RuntimeError(expected("optimizer.step()", what, Words("one before"), fix)), is_due=False)
 
     def _losses_of(self, micro_batch: MicroBatch, loss: Any, num_items: Any, weights: Any) -> Mapping[str, Tensor]:
         """Check a micro-batch's call, and return its losses by name, in the order of the counts."""

@@ -49,16 +49,15 @@ def count_valid_tokens(
         micro_batches: the window, a list of mappings, or of objects with attributes.
         key: key or attribute of the labels. With several, such as ``("labels", "target_tokens")``, each micro-batch
             uses the first that it has and that is not None.
-        shift: a causal loss predicts each token from those before it, so the first label of a row is never a target
-            and is not counted. False for labels that are already shifted, also before a sequence was cut over ranks.
-            A tuple has a value for each key: ``key=("labels", "target_tokens"), shift=(True, False)``. True warns once
-            for labels found under ``target_tokens``, ``shift_labels`` or ``shifted_labels``.
+        shift: leave out the first label of a row, which a causal loss never predicts. False for labels that are already
+            shifted, also before a sequence was cut over ranks. A tuple has a value for each key:
+            ``key=("labels", "target_tokens"), shift=(True, False)``. True warns once for labels found under
+            ``target_tokens``, ``shift_labels`` or ``shifted_labels``.
         document_ids_key: key of the document ids, integers of the shape of the labels, if a row consists of several
-            documents: the first token of a document is not a target. Requires ``shift=True``. From position ids that
-            start at 0 in each document, make ``(position_ids == 0).cumsum(-1)``.
+            documents: the first token of a document is not a target. Requires ``shift=True``.
         ignore_index: the label that is not counted.
         group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
-            tokens. With tensor parallelism that is the data-parallel group, or every token counts several times.
+            tokens, under tensor parallelism the data-parallel group.
 
     Returns:
         The same int on every rank, exact up to 2**53. Without a process group, this process's count.
@@ -96,34 +95,31 @@ class TokenRule(NamedTuple):
     document_ids_key: str | None = None
     ignore_index: int = -100
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys in order of preference."""
-        return tuple(self.key) if isinstance(self.key, (tuple, list)) else (self.key,)
-
-    @property
-    def shifts(self) -> tuple[bool, ...]:
-        """Whether to shift the labels, for each key."""
-        return tuple(self.shift) if isinstance(self.shift, (tuple, list)) else (self.shift,) * len(self.keys)
+    def keys_and_shifts(self) -> tuple[Sequence[str], Sequence[bool]]:
+        """Return the keys in order of preference, and for each whether its labels are shifted when they are counted."""
+        keys = self.key if isinstance(self.key, (tuple, list)) else (self.key,)
+        return keys, self.shift if isinstance(self.shift, (tuple, list)) else (self.shift,) * len(keys)
 
     def check(self) -> TokenRule:
         """Return the rule itself, or raise TypeError or ValueError for bad arguments."""
-        if not self.keys or not all(isinstance(key, str) for key in self.keys):
+        keys, shifts = self.keys_and_shifts()
+        if not keys or not all(isinstance(key, str) for key in keys):
             raise TypeError(expected("key", "a string or a tuple of strings", self.key, OF_TUPLES))
-        if not all(isinstance(shift, bool) for shift in self.shifts):
+        if not all(isinstance(shift, bool) for shift in shifts):
             raise TypeError(expected("shift", "True or False, or a tuple with one for each key", self.shift))
-        if len(self.shifts) != len(self.keys):
-            raise ValueError(expected("shift", f"one for each of the {len(self.keys)} keys", self.shift))
-        if self.document_ids_key is not None and not isinstance(self.document_ids_key, str):
+        if len(shifts) != len(keys):
+            raise ValueError(expected("shift", f"one for each of the {len(keys)} keys", self.shift))
+        if not isinstance(self.document_ids_key, (str, type(None))):
             raise TypeError(expected("document_ids_key", "a string or None", self.document_ids_key))
-        if self.document_ids_key is not None and not all(self.shifts):
+        if self.document_ids_key is not None and not all(shifts):
             raise ValueError(expected("shift", "True with document_ids_key", self.shift, SHIFTED_DOCUMENTS))
         check_int("ignore_index", self.ignore_index)
         return self
 
     def labels(self, micro_batch: Any) -> tuple[Tensor, bool]:
         """Return the labels of one micro-batch, and whether they are shifted when they are counted."""
-        for key, shift in zip(self.keys, self.shifts):
+        keys, shifts = self.keys_and_shifts()
+        for key, shift in zip(keys, shifts):
             if (found := _entry(micro_batch, key)) is None:
                 continue
             if shift and key in _SHIFTED_KEYS:
@@ -133,9 +129,8 @@ class TokenRule(NamedTuple):
                 fix = "Pass shift=False for single labels."
                 raise ValueError(expected("labels", "a dimension of tokens", labels, fix))
             return labels, shift
-        keys = ", ".join(map(repr, self.keys))
         fix = OF_TUPLES if isinstance(micro_batch, (tuple, list, Tensor)) else "Pass key."
-        raise ValueError(expected("micro-batch", f"one of the keys {keys}", _keys(micro_batch), fix))
+        raise _missing(micro_batch, f"one of the keys {', '.join(map(repr, keys))}", fix)
 
     def token_range(self, micro_batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         """Return the least and the largest label that is not ignored, or 0, on their device; None for no labels."""
@@ -150,14 +145,13 @@ class TokenRule(NamedTuple):
             ids = _entry(micro_batch, self.document_ids_key)
             if ids is None:
                 fix = "Give every micro-batch the document of each token."
-                raise ValueError(expected("micro-batch", f"the key {self.document_ids_key!r}", _keys(micro_batch), fix))
+                raise _missing(micro_batch, f"the key {self.document_ids_key!r}", fix)
             valid = valid & same_document(self.document_ids_key, ids, labels)
         return valid.sum()
 
 
 @functools.cache
 def _warn_of_shift(key: str) -> None:
-    """Warn once that the first label of each row is left out, although ``key`` says that it is a target."""
     warn(
         f"count_valid_tokens: shift=True does not count the first label of each row, but {key!r} "
         "says that they are shifted already. One token a row is missing then. Pass shift=False; with several keys a "
@@ -170,9 +164,9 @@ def _entry(micro_batch: Any, key: str) -> Any:
     return micro_batch.get(key) if isinstance(micro_batch, Mapping) else getattr(micro_batch, key, None)
 
 
-def _keys(micro_batch: Any) -> Any:
-    """Return the keys of a mapping, or the name of another type."""
-    return list(micro_batch) if isinstance(micro_batch, Mapping) else type(micro_batch).__name__
+def _missing(micro_batch: Any, what: str, fix: str) -> ValueError:
+    got = list(micro_batch) if isinstance(micro_batch, Mapping) else type(micro_batch).__name__
+    return ValueError(expected("micro-batch", what, got, fix))
 
 
 def token_rule(count: object) -> TokenRule | None:
@@ -238,8 +232,7 @@ def counts_of(micro_batches: Sequence[B], count: Callable[[B], Tensor | float], 
             kind, label = public_class(error), named("count", name, index)
             if is_from_a_check(error):
                 raise kind(f"{label}: {error}") from None
-            # Every rank prints a traceback. Shorten it, and name the line of the caller's function in the text. The
-            # first frame is of this module.
+            # Name the line of the caller's function instead of a traceback on every rank. The first frame is ours.
             place, trace = "", error.__traceback__ and error.__traceback__.tb_next
             if trace is not None:
                 code = trace.tb_frame.f_code
@@ -260,31 +253,29 @@ def check_amounts(
 
     ``name_of`` takes the place of a value. With ``counts`` each value must be equal to its count.
     """
-
-    def check() -> None:
-        for place, (number, wanted) in enumerate(zip(as_numbers(values), as_numbers(counts or values))):
+    if ranks is None or not _travel([*values, *counts], ranks):
+        numbers = as_numbers(values)
+        for place, (number, wanted) in enumerate(zip(numbers, as_numbers(counts) if counts else numbers)):
             if not 0 <= number < math.inf:
                 check_amount(name_of(place), number)
             if not abs(number - wanted) <= _ROUNDING * wanted:
                 what = f"{wanted:.17g}, the count of the micro-batch"
                 fix = "Count exactly the terms that the loss is a mean of: after the shift, without those ignored."
                 raise ValueError(expected(name_of(place), what, number, fix))
+        return None
+    stacked = _stacked(values, device := header_device(ranks))
+    is_right = (stacked >= 0) & stacked.isfinite()
+    if counts:
+        wanted_ones = _stacked(counts, device)
+        is_right &= (stacked - wanted_ones).abs() <= _ROUNDING * wanted_ones
 
     def error() -> Exception:
         try:
-            check()
+            check_amounts(values, name_of, None, counts)
         except Exception as found:
             return found
         raise AssertionError(values)
 
-    if ranks is None or not _travel([*values, *counts], ranks):
-        check()
-        return None
-    numbers = _stacked(values, device := header_device(ranks))
-    is_right = (numbers >= 0) & numbers.isfinite()
-    if counts:
-        wanted = _stacked(counts, device)
-        is_right &= (numbers - wanted).abs() <= _ROUNDING * wanted
     return DeviceCheck(~is_right.all(), error)
 
 
@@ -334,14 +325,11 @@ def check_scalar(value: Any, *name: Any) -> Tensor | float:
 
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return ``values`` as Python numbers, in order and exactly; one transfer for each dtype of an accelerator."""
-    numbers: list[Any] = list(values)
+    numbers: list[Any] = [value.tolist() if isinstance(value, Tensor) and value.is_cpu else value for value in values]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(values):
+    for index, value in enumerate(numbers):
         if isinstance(value, Tensor):
-            if value.is_cpu:
-                numbers[index] = value.tolist()
-            else:
-                by_kind.setdefault((value.device, value.dtype), []).append(index)
+            by_kind.setdefault((value.device, value.dtype), []).append(index)
     for indices in by_kind.values():
         for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):
             numbers[index] = number

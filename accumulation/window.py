@@ -1,8 +1,4 @@
-"""The window: the micro-batches of one optimizer step, and the opening header that the ranks exchange about it.
-
-:func:`accumulate` and :func:`pooled_backward` open their windows here. The opening header has the number of
-micro-batches of each rank, whether a rank has failed its checks, and the facts that must be equal on all ranks.
-"""
+"""The window: the micro-batches of one optimizer step, and the opening header that the ranks exchange about it."""
 
 from __future__ import annotations
 
@@ -26,14 +22,10 @@ T = TypeVar("T")
 
 
 def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
-    """Cut an iterable of micro-batches into lists of ``size``; the last list may be shorter.
-
-    Equal to ``itertools.batched`` of Python 3.12, with lists. :func:`accumulate` takes one list per optimizer step,
-    because it must see all labels of a window before the first backward.
+    """Cut an iterable of micro-batches into lists of ``size``, one an optimizer step; the last list may be shorter.
 
     Args:
-        loader: any iterable of micro-batches, such as a ``DataLoader``. It must give the same number of windows on
-            every rank, as with a ``DistributedSampler``.
+        loader: any iterable of micro-batches, such as a ``DataLoader``, of equally many windows on every rank.
         size: micro-batches per window, at least 1.
 
     Raises:
@@ -97,9 +89,8 @@ class Window(NamedTuple):
             counts = zip(group_ranks(self.ranks), self.num_micro_batches)
             got = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
             fix = (
-                "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. "
-                "Fill up with micro-batches of 0 rows, as fullrank.data.until_all_end(loader) does, or without "
-                "valid labels."
+                "FSDP2, SyncBatchNorm and sync='each' communicate in every micro-batch. Fill up with micro-batches of "
+                "0 rows, as fullrank.data.until_all_end(loader) does, or without valid labels."
             )
             raise RankValueError(expected("micro_batches", "the same number on every rank", got, fix))
 
@@ -118,9 +109,8 @@ def open_window(
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
-    ``bring`` checks the arguments that only ``call`` has, and returns its part of the header. The other arguments are
-    those of :func:`accumulate`, the advice for a model without wrappers, and whether the caller adds up later what no
-    wrapper reduces.
+    ``bring`` checks the arguments that only ``call`` has, and returns its part of the header; ``by_hand`` is the advice
+    for a model without wrappers. With ``sums_later`` the caller adds up later what no wrapper reduces.
     """
     known = None
     with suppress(Exception):  # bring_all raises it again, so that the header reports it
