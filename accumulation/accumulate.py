@@ -119,7 +119,7 @@ def accumulate(
         facts: dict[str, object] = {"multiplier": factor, "each": each}
         terms: dict[str, Term] = {}
         lists, rules, checks = [], [], []
-        for name, one in _named_counts(count):
+        for name, one in _by_name(count) if isinstance(count, Mapping) else [("", count)]:
             terms[name] = term = read_count(one, window.micro_batches, name)
             label, counts = named("count", name), term.counts
             facts[label] = term.fact
@@ -137,7 +137,7 @@ def accumulate(
             lists += [[end] for end in ends]
             rules = rules if ends else []
         value = WindowSums(terms, window.ranks, each=each), factor, rules
-        check = combined(checks) if checks else None
+        check = combined(checks) if any(checks) else None
         return Offer(value, facts, totals=sums_of(lists, window.ranks), check=check)
 
     window, (sums, factor, rules), totals = open_window(
@@ -154,10 +154,8 @@ def accumulate(
     return Step(window, sums)._iterate()
 
 
-def _named_counts(count: Any) -> list[tuple[str, Any]]:
+def _by_name(count: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the counts with their names, in an order that is the same on every rank."""
-    if not isinstance(count, Mapping):
-        return [("", count)]
     for name in count:
         if not (isinstance(name, str) and name):
             raise TypeError(expected("count", "names that are not empty, each with a count", list(count)))

@@ -49,10 +49,6 @@ _BY_HAND = (
     "If you add up the gradients yourself, say so by passing group. If DDP around the model reduces them, pass "
     "multiplier, the number of its ranks."
 )
-_ONE_COUNT = (
-    "Their counts are open until the end, so each name would need a gradient of its own, as large as the model: use "
-    "accumulate, which counts them first, or add up losses of equal counts."
-)
 
 
 class CallTotals(NamedTuple):
@@ -163,7 +159,8 @@ class DeferredMean:
 
         def bring() -> Offer[Tensor]:
             check, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
-            _refuse_terms(loss_sum)
+            if isinstance(loss_sum, Mapping):
+                raise _named_terms()
             checked_sum(loss_sum, "loss_sum")
             self._sync.check_forwards("loss_sum", [loss_sum])
             number = check_scalar(n, "n")
@@ -338,7 +335,7 @@ class DeferredMean:
         for entry in entries:
             grad = local_gradient(entry)
             if grad is not None:
-                divisor = 1.0 if entry.name in unmanaged else self._multiplier  # of the wrapper
+                divisor = 1.0 if unmanaged and entry.name in unmanaged else self._multiplier  # of the wrapper
                 by_kind.setdefault((divisor, grad.device, grad.dtype), []).append(grad)
         for (divisor, _, _), grads in by_kind.items():
             if sums.num_terms:
@@ -415,7 +412,8 @@ class _SumStep(Step):
             result = fn(micro_batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(expected(f"fn of micro-batch {index}", "a pair (loss_sum, n)", result))
-            _refuse_terms(result[0])
+            if isinstance(result[0], Mapping):
+                raise _named_terms()
             self._num_terms = self._sums.add_items(index, self._terms[""], result[1], "n")
         except Exception as error:
             self._fail(error, is_due=True)
@@ -430,10 +428,12 @@ def _trainable(entries: Iterable[Entry]) -> set[int]:
     return {id(parameter) for _, parameter in entries if parameter.requires_grad}
 
 
-def _refuse_terms(loss_sum: object) -> None:
-    """Raise TypeError for losses by name."""
-    if isinstance(loss_sum, Mapping):
-        raise TypeError(expected("loss_sum", "one summed loss", Words("a dict"), _ONE_COUNT))
+def _named_terms() -> TypeError:
+    fix = (
+        "Their counts are open until the end, so each name would need a gradient of its own, as large as the model: "
+        "use accumulate, which counts them first, or add up losses of equal counts."
+    )
+    return TypeError(expected("loss_sum", "one summed loss", Words("a dict"), fix))
 
 
 def _as_count(number: float) -> int | float:

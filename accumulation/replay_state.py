@@ -18,8 +18,8 @@ from .torch_private import buffer_slots
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore every buffer of ``model`` at the end: the same tensor objects in all modules, with the same content."""
     saved = []
-    for module in model.modules():
-        slots, copies = buffer_slots(module), []
+    for slots in buffer_slots(model):
+        copies = []
         for tensor in slots.values():
             # A forward cannot change expanded memory or inference tensors in place.
             if tensor is None or tensor.is_inference():

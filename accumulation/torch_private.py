@@ -15,9 +15,9 @@ def tensors_with_graph(outputs: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad]
 
 
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict in which ``module`` stores its own buffers; writing to it changes the module."""
-    return module._buffers
+def buffer_slots(model: nn.Module) -> list[dict[str, Tensor | None]]:
+    """Return the dicts in which the modules of ``model`` store their own buffers; writing to one changes its module."""
+    return [module._buffers for module in model.modules()]
 
 
 def stages_of_schedule(schedule: Any) -> list[Any]:

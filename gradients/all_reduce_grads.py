@@ -142,7 +142,8 @@ def distinct_entries(parameters: Any) -> list[Entry]:
         parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in both)]
     entries = list_entries(parameters)
     for entry in entries:
-        check_parameter(entry)
+        if not isinstance(entry.parameter, Tensor):
+            check_parameter(entry)
     if isinstance(parameters, Iterator) and not entries:
         fix = "An iterator can be used only once, and this one may already be used up: pass a list."
         raise ValueError(expected("parameters", "parameters", Words("an iterator with none"), fix))
