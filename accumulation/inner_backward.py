@@ -1,8 +1,4 @@
-"""See a loss that has back-propagated inside itself, as chunked cross-entropies do.
-
-``step.backward(loss)`` multiplies the gradient of ``loss`` by m / N. What a loss has back-propagated before, while it
-was computed, is already in the gradients, without that factor.
-"""
+"""See a loss that has back-propagated inside itself, as chunked cross-entropies do, without the factor m / N."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ class Gradients:
     def check_added(self) -> DeviceCheck | None:
         """Return the check that backward passes have added no element that is not 0 since then; None if none ran.
 
-        A backward makes a gradient where there was none, or changes the same tensor. Nothing else counts: gradients
-        that were set to None or to 0, and other tensors in the place of gradients, as when DDP rearranges its buckets.
+        A backward makes a gradient where there was none, or changes the same tensor; other tensors do not count, as
+        when DDP rearranges its buckets.
         """
         added = []
         for place, grad in gradients_of(self._model):
@@ -43,9 +39,8 @@ class Gradients:
             got = Words(f"{number} changed elements before step.backward(loss)")
             fix = (
                 "The loss has probably called backward itself, and that part would not be divided by the count: "
-                "multiply it by step.factor in its backward, and pass its sum to step.record in place of "
-                "step.backward. What must stay undivided, such as a penalty, calls backward only after "
-                "step.backward(loss)."
+                "multiply it by step.factor, and pass its sum to step.record in place of step.backward. What must stay "
+                "undivided, such as a penalty, calls backward only after step.backward(loss)."
             )
             return RuntimeError(expected("loss of micro-batch 0", what, got, fix))
 

@@ -131,9 +131,8 @@ class Step:
     def scale(self, loss: Losses, *, num_items: Numbers | None = None, weights: Weights | None = None) -> Tensor:
         """Return the tensor that :meth:`backward` calls ``backward()`` on, for callers that must do that themselves.
 
-        Use ``scaler.scale(step.scale(loss)).backward()`` with a ``GradScaler``. With an Accelerator use
-        ``accelerator.backward(step.scale(loss))`` and ``gradient_accumulation_steps=1``; otherwise it divides again.
-        Arguments and errors are those of :meth:`backward`. The header is exchanged in this call.
+        Such as ``scaler.scale(step.scale(loss)).backward()``, or ``accelerator.backward(step.scale(loss))`` with
+        ``gradient_accumulation_steps=1``. Arguments and errors are those of :meth:`backward`.
         """
         micro_batch, share = self._scale(loss, num_items, weights, others_prepare=True)
 
@@ -148,9 +147,8 @@ class Step:
     def factor(self) -> float:
         """The factor m / N of the window's loss, for a loss that back-propagates itself; 0.0 without terms.
 
-        N is the count over all ranks and micro-batches, m the number that gradients are divided by. Multiply by it what
-        is back-propagated without :meth:`backward`: the chunks of a chunked cross-entropy, or an auxiliary loss whose
-        gradient is added inside the forward. Pass the value of such a loss to :meth:`record`.
+        Multiply by it what is back-propagated without :meth:`backward`: the chunks of a chunked cross-entropy, or an
+        auxiliary loss whose gradient is added inside the forward. Pass the value of such a loss to :meth:`record`.
 
         Raises:
             RuntimeError: outside of the loop; with counts by name.
@@ -177,8 +175,8 @@ class Step:
     def record(self, loss_sum: Tensor | float, name: str | None = None, *, weight: float = 1.0) -> None:
         """Add a summed loss to :meth:`mean_loss` without a backward; at most once per micro-batch, or name of it.
 
-        Call it in place of :meth:`backward` for a loss that back-propagates itself, also on a rank without terms. Call
-        it before :meth:`backward` for a further term that has its gradient from elsewhere, such as an auxiliary loss.
+        Call it in place of :meth:`backward` for a loss that back-propagates itself, also on a rank without terms, or
+        before :meth:`backward` for a further term that has its gradient from elsewhere, such as an auxiliary loss.
 
         Args:
             loss_sum: the sum over this micro-batch's terms, without :attr:`factor`; its gradient is not used.
@@ -193,9 +191,8 @@ class Step:
         index, term = micro_batch.index, self._terms.get(name or "")
         try:
             if term is None:
-                names = Words(", ".join(map(repr, self._terms))) if self._sums.are_named else None
-                what = f"name of the recorded loss of micro-batch {index}"
-                raise ValueError(expected(what, f"one of {names}", name))
+                names = ", ".join(map(repr, self._terms)) if self._sums.are_named else None
+                raise ValueError(expected(f"name of the recorded loss of micro-batch {index}", f"one of {names}", name))
             if term.name in micro_batch.recorded or micro_batch.num_calls:
                 fix = "Add the values of a micro-batch, and record them before step.backward."
                 what, got = "one call, before step.backward", Words("another one")
@@ -230,13 +227,10 @@ class Step:
             raise RuntimeError(expected(name, what, Words(got), fix))
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the window: its sum over all ranks and micro-batches, divided by N.
+        """Return the loss of the window: its sum over all ranks and micro-batches, divided by N; 0 without terms.
 
-        With counts by name the weighted sum of :meth:`mean_losses`. A detached scalar on the device and in the dtype of
-        the losses, float32 for half precision; 0 without terms. The same on every rank, without communication.
-
-        Raises:
-            RuntimeError: before the loop has ended, or when it was left early.
+        With counts by name the weighted sum of :meth:`mean_losses`. A detached scalar, the same on every rank, on the
+        device and in the dtype of the losses, float32 for half precision. RuntimeError before the loop has ended.
         """
         self._check_ended("mean_loss")
         counted = [term for term in self._terms.values() if term.number]
@@ -252,11 +246,8 @@ class Step:
     def losses(self) -> Tensor:
         """Return the loss of each micro-batch, (G,): its sum over all ranks, divided by its terms on all ranks.
 
-        With counts by name the weighted sum. G is the largest number of micro-batches of a rank. Like :meth:`mean_loss`
-        otherwise.
-
-        Raises:
-            RuntimeError: without ``accumulate(..., each=True)``; before the loop has ended, or when it was left early.
+        For ``accumulate(..., each=True)``; G is the largest number of micro-batches of a rank. Otherwise like
+        :meth:`mean_loss`.
         """
         if self._sums.each is None:
             got, fix = Words("one without it"), "Pass each=True to accumulate."
@@ -390,17 +381,11 @@ class Step:
                 what = f"{what} of micro-batch {index}"
                 names = [term for term in terms if term in loss]
                 raise ValueError(expected(what, f"a mapping of names among {names} to numbers", given))
-        losses = {}
-        for term in terms:
-            if term in loss:
-                losses[term] = checked_sum(loss[term], "loss", index, term)
-        return losses
+        return {term: checked_sum(loss[term], "loss", index, term) for term in terms if term in loss}
 
     def _share(self, index: int, losses: Mapping[str, Tensor], num_items: Any, weights: Weights) -> Tensor:
         """Add the sums of micro-batch ``index``, and return the sum of ``weight * m * S / N``."""
-        items: dict[str, Tensor | float] = {}
-        for name, given in num_items.items():
-            items[name] = self._sums.add_items(index, self._terms[name], given)
+        items = {name: self._sums.add_items(index, self._terms[name], given) for name, given in num_items.items()}
         share, empty = None, set()  # names without terms, as far as the host knows
         for name in losses:
             given = items.get(name, 1)

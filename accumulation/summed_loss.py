@@ -28,10 +28,7 @@ def named(what: str, *places: int | str) -> str:
 def not_a_sum(
     loss: Tensor, fix: str, *name: Any, over_ranks: bool = True, may_be_mean: bool = False
 ) -> ValueError | None:
-    """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum.
-
-    Of one term it is a sum too, which is for the caller to know. ``name`` are the arguments of :func:`named`.
-    """
+    """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum."""
     notes = notes_of(loss)
     if over_ranks and OVER_RANKS in notes:  # adding it would count the rows of all ranks again
         what, got = "the sum over this rank's terms", "a loss over the rows of all ranks"
@@ -78,27 +75,21 @@ def as_mean(total: float, number: float, dtype: torch.dtype, device: torch.devic
 
 
 def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
-    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for everything in the graph.
-
-    The gradients of ``others``, which have nodes of that graph too, stay.
+    """Return 0, connected to the graph of ``loss``, with exactly zero gradients for all of it but ``others``.
 
     ``loss * 0`` is not enough: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. That
-    backward must still run, because the wrapper communicates in it. So hooks replace the gradients that each node of
-    the graph returns by zeros.
+    backward must still run, because the wrapper communicates in it, so hooks make the gradients of each node zeros.
     """
     seen: set[Node] = set()
-    pending = [other.grad_fn for other in others]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
+    for root, gets_zeros in [*((other, False) for other in others), (loss, True)]:
+        pending = [root.grad_fn]
+        while pending:
+            node = pending.pop()
+            # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
+            if node is None or node in seen or not node.next_functions:
+                continue
             seen.add(node)
             pending += [following for following, _ in node.next_functions]
-    pending = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
-        if node is not None and node not in seen and node.next_functions:
-            seen.add(node)
-            node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
-            pending += [following for following, _ in node.next_functions]
+            if gets_zeros:
+                node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
     return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0
