@@ -1,7 +1,7 @@
 """Accumulation of summed losses over micro-batches and ranks, with one division by one global count.
 
-The loss of a window is ``(sum over ranks and micro-batches of S) / N``. The ranks count N before the first backward,
-and each micro-batch back-propagates ``m * S / N``, where m is the number that the wrapper divides gradients by.
+The ranks count N before the first backward, and each micro-batch back-propagates ``m * S / N``, S its sum and m the
+number that the wrapper divides gradients by.
 
 What happens in a window, on every rank and whatever the data::
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -67,7 +68,7 @@ def accumulate(
             log(step.mean_loss())
 
     Args:
-        model: a plain module, a module with DDP, FSDP2 or HSDP anywhere in it, or a part of a model under FSDP2. How it
+        model: a plain module, one with DDP, FSDP2 or HSDP anywhere in it, or a part of a model under FSDP2. How it
             reduces gradients is read and not changed. Under DDP pass the DDP module, not its ``module``.
         micro_batches: the window, a list such as :func:`windows` cuts; at least one micro-batch on every rank.
         count: a function that takes a micro-batch and returns the number of terms that its loss sums on this rank, or
@@ -167,9 +168,7 @@ def _by_name(count: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _ends(window: Window, rules: Sequence[TokenRule]) -> list[Tensor]:
     """Return the least and the largest label of the window, with which the loss need not check them again."""
     ranges = [found for rule in rules if (found := rule.token_range(window.micro_batches)) is not None]
-    if not ranges:
-        return []
-    if len(ranges) == 1:
-        return [*ranges[0]]
+    if len(ranges) < 2:
+        return [*chain.from_iterable(ranges)]
     lows, highs = zip(*ranges)
     return [torch.stack(lows).amin(), torch.stack(highs).amax()]

@@ -136,7 +136,7 @@ class DeferredMean:
                 CPU, the call adds nothing, even when the loss is NaN.
 
         Returns:
-            ``CallTotals(loss_sum, num_terms)`` of this call over all ranks, equal on every rank.
+            ``CallTotals(loss_sum, num_terms)`` of this call over all ranks.
 
         Raises:
             TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1; for losses by name.
@@ -192,13 +192,12 @@ class DeferredMean:
         """Back-propagate the sums of several micro-batches, with one reduction; equal to :meth:`backward` of each.
 
         Args:
-            micro_batches: a list; at least one on every rank. The ranks may have different numbers of them where only
-                the last backward communicates, see :func:`accumulate`.
+            micro_batches: see :func:`accumulate`.
             fn: takes a micro-batch, runs the forward of the model and returns ``(loss_sum, n)``, which are the
                 arguments of :meth:`backward`.
 
         Returns:
-            ``CallTotals(loss_sum, num_terms)`` of the window over all ranks, equal on every rank.
+            ``CallTotals(loss_sum, num_terms)`` of the window over all ranks.
 
         Raises:
             TypeError: when ``fn`` is not a function, or returns no pair.
@@ -494,8 +493,8 @@ def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> list[_Syn
 def _plan_sums(to_sync: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
     """Return what to add over which group, after comparing it within each group; or raise the first error.
 
-    The loop continues after an error, because the ranks of the other groups wait for this one. It raises a copy of the
-    error: with one that an agreement has raised, this rank would skip the next header, in which others may wait.
+    After an error too, because the ranks of the other groups wait for this one. It raises a copy: with an error that an
+    agreement has raised, this rank would skip the next header, in which others may wait.
     """
     plans, errors = [], []
     for parameters, group, _ in to_sync:

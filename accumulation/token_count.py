@@ -47,8 +47,7 @@ def count_valid_tokens(
 
     Args:
         micro_batches: the window, a list of mappings, or of objects with attributes.
-        key: key or attribute of the labels. With several, such as ``("labels", "target_tokens")``, each micro-batch
-            uses the first that it has and that is not None.
+        key: key or attribute of the labels; of several the first that a micro-batch has and that is not None.
         shift: leave out the first label of a row, which a causal loss never predicts. False for labels that are already
             shifted, also before a sequence was cut over ranks. A tuple has a value for each key:
             ``key=("labels", "target_tokens"), shift=(True, False)``. True warns once for labels found under

@@ -1,7 +1,4 @@
-"""PyTorch Lightning: callbacks that pass epoch and step to the schedules of the losses, and log what the losses do.
-
-It works with both distributions, ``lightning`` and ``pytorch_lightning``, also if both are installed.
-"""
+"""Callbacks of Lightning, of both its distributions, ``lightning`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from ..errors import Words, expected
+from ..errors import Words, expected, warn
+from ..losses.base import HoldsQueue
 from ..preflight import StepReport, verify_step
-from .monitor import Monitor, find_schedules, warn_of_accumulation
+from .monitor import Monitor, find_schedules
 
 # The Callback class of each installed distribution. A Trainer accepts a single callback only if it is an instance of
 # the class of its own distribution.
@@ -29,20 +28,30 @@ else:
     _Callback = type("_Callback", _CALLBACKS, {})
 
 
-def _look_at_accumulation(trainer: Any, pl_module: Any) -> None:
-    if pl_module.automatic_optimization:
-        how = "in a LightningModule with manual optimization"
-        warn_of_accumulation(pl_module, "accumulate_grad_batches", trainer.accumulate_grad_batches, how)
+_WARNED: WeakSet[Any] = WeakSet()
+
+
+def _warn_of_accumulation(trainer: Any, pl_module: Any) -> None:
+    """Warn once if Lightning averages a pooled loss in ``pl_module`` over micro-batches."""
+    if not pl_module.automatic_optimization or trainer.accumulate_grad_batches <= 1 or pl_module in _WARNED:
+        return
+    loss = next((loss for loss in pl_module.modules() if isinstance(loss, HoldsQueue)), None)
+    if loss is not None:
+        _WARNED.add(pl_module)
+        warn(
+            f"{type(loss).__name__}: accumulate_grad_batches is greater than 1, so each call compares the rows of one "
+            "micro-batch alone, and the losses are averaged or added up. That is not the loss of all rows: use "
+            "fullrank.pooled_backward for the micro-batches of a step (in a LightningModule with manual optimization), "
+            "or larger batches and accumulate_grad_batches=1."
+        )
 
 
 class LossSchedule(_Callback):
     """Pass the epoch and the step to every :class:`~fullrank.LossWarmupWrapper` in the LightningModule.
 
     Equal to calling ``on_train_epoch_start(trainer.current_epoch)`` and ``on_train_batch_start(trainer.global_step)``
-    of each wrapper in the hooks of the same names. The epoch is also passed where a resumed trainer skips its epoch
-    hook. ``global_step`` counts optimizer steps, so it is the same for all micro-batches of a window. With several
-    optimizers it counts the steps of all of them. It warns once of a pooled loss with ``accumulate_grad_batches`` > 1,
-    and so does :class:`LossMonitor`.
+    of each wrapper before each batch. ``global_step`` counts the steps of all optimizers, not micro-batches. It
+    warns once of a pooled loss with ``accumulate_grad_batches`` > 1, and so does :class:`LossMonitor`.
 
     Example:
         >>> LossSchedule().state_key
@@ -50,15 +59,13 @@ class LossSchedule(_Callback):
     """
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the epoch of every schedule, and look at the number of micro-batches."""
-        _look_at_accumulation(trainer, pl_module)
-        for schedule in find_schedules(pl_module):
-            schedule.on_train_epoch_start(trainer.current_epoch)
+        """Look at the number of micro-batches."""
+        _warn_of_accumulation(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the optimizer step of every schedule."""
+        """Set the epoch and the optimizer step of every schedule."""
         for schedule in find_schedules(pl_module):
-            # After a restart from the last step of an epoch, Lightning skips the epoch hook of the next epoch.
+            # Not in the hook of the epoch, which Lightning skips after a restart from the last step of an epoch.
             schedule.on_train_epoch_start(trainer.current_epoch)
             schedule.on_train_batch_start(trainer.global_step)
 
@@ -73,10 +80,8 @@ class LossMonitor(_Callback):
     - ``loss_fn/without_positives``: the share of this epoch's training calls so far without a positive, or without a
       negative, so that the loss was 0; with several classes or queries, the share of these.
 
-    Only losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`, have the last two.
-
-    Distributed:
-        The values are equal on every rank, and no collective is added.
+    Only losses that rank logits and targets, such as :class:`~fullrank.SmoothAPLoss`, have the last two. The values are
+    equal on every rank, without a collective.
 
     Example:
         >>> LossMonitor().state_key
@@ -90,7 +95,7 @@ class LossMonitor(_Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Restart the counts, and look at the number of micro-batches."""
-        _look_at_accumulation(trainer, pl_module)
+        _warn_of_accumulation(trainer, pl_module)
         self._monitor.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -106,8 +111,8 @@ class VerifyStep(_Callback):
     """Compare the gradients of the first training step with those of one process: :func:`~fullrank.verify_step`.
 
     In the first ``on_train_batch_start`` it runs ``training_step`` of the batch, as Lightning would, and the backward,
-    and prints the report on rank 0; then it does nothing more. For automatic optimization without
-    ``accumulate_grad_batches``; with manual optimization call ``verify_step`` yourself.
+    and prints the report on rank 0. For automatic optimization without ``accumulate_grad_batches``; otherwise call
+    ``verify_step`` yourself.
 
     Args:
         check: raise on every rank unless the gradients are exact.

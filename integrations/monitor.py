@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from ..errors import warn
 from ..losses import LossWarmupWrapper
-from ..losses.base import CurrentTemperature, HoldsQueue
+from ..losses.base import CurrentTemperature
 from ..losses.embeddings.pairs import PairLoss
 from ..losses.pooled.base import RankingLoss
 from ..losses.pooled.pool import PoolCounts
@@ -21,28 +20,8 @@ def find_schedules(module: object) -> list[LossWarmupWrapper]:
     return [schedule for schedule in modules if isinstance(schedule, LossWarmupWrapper)]
 
 
-_WARNED: WeakSet[nn.Module] = WeakSet()
-
-
-def warn_of_accumulation(module: nn.Module, argument: str, number: int, how: str) -> None:
-    """Warn once if a framework averages a pooled loss in ``module`` over a ``number`` of micro-batches."""
-    if number > 1 and module not in _WARNED:
-        loss = next((loss for loss in module.modules() if isinstance(loss, HoldsQueue)), None)
-        if loss is not None:
-            _WARNED.add(module)
-            warn(
-                f"{type(loss).__name__}: {argument} is greater than 1, so each call compares the rows of one "
-                "micro-batch alone, and the losses are averaged or added up. That is not the loss of all rows: use "
-                f"fullrank.pooled_backward for the micro-batches of a step ({how}), or larger batches and {argument}=1."
-            )
-
-
 class Monitor:
-    """Watches the training calls of every loss in ``module``.
-
-    The values are equal on every rank: the loss has already gathered its pool, or exchanged sums over it. Reading them
-    does not communicate.
-    """
+    """Watches the training calls of every loss in ``module``; its values are equal on every rank."""
 
     def __init__(self, module: nn.Module) -> None:
         self._losses = [(name, loss) for name, loss in module.named_modules() if isinstance(loss, CurrentTemperature)]
@@ -66,8 +45,7 @@ class Monitor:
         values: dict[str, Tensor | float] = {}
         for name, loss in self._losses:
             prefix = f"{name}/" if name else ""
-            temperature = _temperature(loss)
-            if temperature is not None:
+            if (temperature := _temperature(loss)) is not None:
                 values[f"{prefix}temperature"] = temperature
             counts = loss.pool_counts if isinstance(loss, RankingLoss) else None
             if counts is not None and counts.calls:

@@ -29,8 +29,7 @@ class RetrievalAPLoss(nn.Module):
       this order. Anchor and positive of a row should find each other. All other texts of all ranks are negatives for
       both. The other texts rank a hard negative, but it is not a query, because it has no positive.
 
-    Under DDP and FSDP the gradient is that of one process with the batch of all ranks. Use
-    ``gradient_accumulation_steps=1``: each micro-batch ranks only its own texts, and the trainer averages their losses.
+    Use ``gradient_accumulation_steps=1``, or :class:`PooledLossMixin`: each call ranks only the texts of a micro-batch.
 
     Args:
         model: the SentenceTransformer.
@@ -38,8 +37,7 @@ class RetrievalAPLoss(nn.Module):
         **options: further arguments of :class:`~fullrank.RetrievalSmoothAPLoss`.
 
     Raises:
-        ValueError: for one column without labels, or with another number of labels than texts; for several columns with
-            labels, such as pairs with a score, or with a ``queue_size``.
+        ValueError: for one column without a label for each text; for several with labels, or with a ``queue_size``.
         TypeError: for labels that are not integers, such as scores.
 
     Example:
@@ -75,8 +73,7 @@ class RetrievalAPLoss(nn.Module):
                 fix = "Pairs of other steps would have the same labels. Give the data set a column `label`."
                 name = f"queue_size with {len(columns)} columns of texts"
                 raise ValueError(expected(name, "0", self.ranking.queue_size, fix))
-            # Anchor and positive share a label that no other rank has. Each hard negative has a label of its own, and
-            # therefore no positive.
+            # Anchor and positive share a label that no other rank has; each hard negative has a label of its own.
             count = len(embeddings[0])
             numbers = torch.arange(count * (len(columns) - 1), device=embeddings[0].device)
             rank = 0
@@ -102,11 +99,9 @@ class RetrievalAPLoss(nn.Module):
 class PooledLossMixin(transformers.PooledLossMixin):
     """A mixin for ``SentenceTransformerTrainer``: one loss over the texts of all micro-batches and all ranks.
 
-    It is :class:`fullrank.integrations.transformers.PooledLossMixin` with embeddings in place of logits. With a column
-    ``label`` it calls ``pooled_loss`` with the embeddings (N, D) of the only other column and the labels, as for a
-    :class:`~fullrank.SupConLoss`. Otherwise it calls ``pooled_loss`` with the embeddings of each column, as for an
-    :class:`~fullrank.InfoNCELoss` of anchors, positives and any number of columns of hard negatives. The trainer's
-    argument ``loss`` is not used.
+    It is :class:`fullrank.integrations.transformers.PooledLossMixin` with embeddings in place of logits: (N, D) of the
+    only column and the labels, if there is a column ``label``, as for a :class:`~fullrank.SupConLoss`; otherwise of
+    each column, as for an :class:`~fullrank.InfoNCELoss`. The trainer's argument ``loss`` is not used.
     """
 
     collect_features: Callable[[Mapping[str, Any]], tuple[list[dict[str, Tensor]], Tensor | None]]

@@ -40,12 +40,7 @@ class _Rows(NamedTuple):
     weights: np.ndarray
 
     def take(self, index: np.ndarray) -> _Rows:
-        """Return the rows at ``index``."""
         return _Rows(self.X[index], self.targets[index], self.weights[index])
-
-
-def _is_auto(class_weight: Any) -> bool:
-    return isinstance(class_weight, str) and class_weight == "auto"
 
 
 def _column(name: str, values: Any, X: Any, dtype: Any = None) -> np.ndarray:
@@ -74,30 +69,24 @@ def _recall(targets: np.ndarray, scores: np.ndarray, weights: np.ndarray, budget
 
 # Each metric of targets, scores and weights of rows, and of the budget.
 OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, float], float]] = {
-    "average_precision": lambda targets, scores, weights, _: average_precision_score(
-        targets, scores, sample_weight=weights
-    ),
+    "average_precision": lambda y, scores, w, _: average_precision_score(y, scores, sample_weight=w),
     "recall": _recall,
-    "partial_auc": lambda targets, scores, weights, budget: roc_auc_score(
-        targets, scores, sample_weight=weights, max_fpr=budget
-    ),
+    "partial_auc": lambda y, scores, w, budget: roc_auc_score(y, scores, sample_weight=w, max_fpr=budget),
 }
 
 
 class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
     """A linear model of two classes that starts from a logistic regression and is trained on average precision.
 
-    A part of the rows is held out, and every choice is made by the metric ``objective`` on it. The start is the best
-    logistic regression over ``Cs`` and class weights. L-BFGS then minimises :class:`~fullrank.SmoothAPLoss` of all
-    other rows at its automatic temperature, with the L2 penalty of the regression. The weights of the best iteration
-    are kept, which may be those of the regression. A slope and an offset fitted to the held-out rows turn scores into
-    probabilities without changing their order (Platt scaling).
+    The start is the best logistic regression over ``Cs`` and class weights. L-BFGS then minimises
+    :class:`~fullrank.SmoothAPLoss` at its automatic temperature, with the L2 penalty of the regression. The weights of
+    the best iteration are kept, which may be those of the regression. Every choice is made by the metric ``objective``
+    on rows that are held out; a slope and an offset fitted to them turn scores into probabilities (Platt scaling).
 
     Args:
         objective: the metric that chooses: ``"average_precision"``; ``"recall"``, the share of the positives among the
             ``budget`` of the rows with the highest scores; or ``"partial_auc"``, the area under the ROC curve to a
-            false-positive rate of ``budget``. All three train on average precision: on 31 sets no loss was better by
-            the other two.
+            false-positive rate of ``budget``.
         budget: in (0, 1), for ``"recall"`` and ``"partial_auc"``.
         pos_label: the positive class. None: 1 or True of classes 0 and 1, -1 and 1 or bool, else the class of fewer
             rows. A warning says when it has more than half of the weight.
@@ -150,26 +139,19 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
-        """Return what scikit-learn may expect: two classes, dense and sparse rows."""
+        """Say that it takes two classes, and dense and sparse rows."""
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         tags.input_tags.sparse = True
         return tags
 
     def fit(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any = None,
-        *,
-        groups: Any = None,
-        validation: Sequence[Any] | None = None,
+        self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None, validation: Sequence[Any] | None = None
     ) -> AveragePrecisionClassifier:
         """Train on rows (N, F), dense or sparse, and their classes (N,).
 
         Args:
-            X: the rows.
-            y: their classes, two in all.
+            X, y: the rows and their classes, two in all.
             sample_weight: (N,) numbers >= 0, for the regression, the loss, the metric and the probabilities. Rows of
                 weight 0 are left out. A row of weight 2 is two rows that are trained on, or held out, together.
             groups: (N,) labels, such as patients: all rows of a group are held out, or none.
@@ -199,12 +181,11 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
             X, y, *rest = validation
             X, y = validate_data(self, X, y, reset=False, accept_sparse="csr", dtype=np.float64)
             held_out, _ = self._rows(X, y, _weights(X, *rest))
-        if not _is_auto(self.class_weight):
+        if self.class_weight != "auto":
             classes = self.classes_[:: self._sign]  # the positive one last
             per_class = compute_class_weight(self.class_weight, classes=classes, y=classes[training.targets])
-            training, held_out = (
-                part._replace(weights=part.weights * per_class[part.targets]) for part in (training, held_out)
-            )
+            parts = training, held_out
+            training, held_out = (part._replace(weights=part.weights * per_class[part.targets]) for part in parts)
 
         def score(weights: np.ndarray) -> float:
             return float(metric(held_out.targets, held_out.X @ weights, held_out.weights, self.budget))
@@ -255,12 +236,8 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         if smallest < 2:
             raise too_few
         if groups is None:
-            index = train_test_split(
-                np.arange(len(rows.targets)),
-                test_size=self.validation_fraction,
-                stratify=rows.targets,
-                random_state=self.random_state,
-            )
+            options = {"test_size": self.validation_fraction, "random_state": self.random_state}
+            index = train_test_split(np.arange(len(rows.targets)), stratify=rows.targets, **options)
         else:
             folds = max(2, round(1 / self.validation_fraction))
             splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=self.random_state)
@@ -275,7 +252,7 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         best, iterates, decay = -1.0, list[np.ndarray](), 0.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not have converged
-            for class_weight in (None, "balanced") if _is_auto(self.class_weight) else (None,):
+            for class_weight in (None, "balanced") if self.class_weight == "auto" else (None,):
                 model = LogisticRegression(class_weight=class_weight, warm_start=True, max_iter=300)
                 for strength in self.Cs:
                     model.set_params(C=strength).fit(rows.X, rows.targets, rows.weights)
@@ -306,8 +283,8 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
                 self._print(2, f"iteration {len(iterates) - 1}: {self.objective} {score(weights):.4f}")
 
         if self.max_iter > 0:  # L-BFGS takes one step even with maxiter=0
-            options = {"method": "L-BFGS-B", "options": {"maxiter": self.max_iter}}
-            minimize(objective, iterates[0], jac=True, callback=visit, **options)
+            options = {"maxiter": self.max_iter}
+            minimize(objective, iterates[0], jac=True, method="L-BFGS-B", callback=visit, options=options)
 
     def _print(self, level: int, text: str) -> None:
         if self.verbose >= level:

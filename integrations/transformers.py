@@ -26,11 +26,10 @@ def causal_lm_loss_func(
 ) -> Tensor:
     """Sum the cross-entropies of the next tokens and divide by the tokens of the window: a ``compute_loss_func``.
 
-    Equal to ``causal_lm_loss(outputs.logits, labels, num_items=num_items_in_batch)``.
-
-    The Trainer counts the labels of all micro-batches and ranks. It multiplies the loss by the number of ranks, because
-    DDP divides by it. Both require ``average_tokens_across_devices=True``, the default. For models whose ``loss_type``
-    is that of a causal model, the count leaves out the first label of each row, as the loss does.
+    Equal to ``causal_lm_loss(outputs.logits, labels, num_items=num_items_in_batch)``. With
+    ``average_tokens_across_devices=True``, the default, the Trainer counts the labels of all micro-batches and ranks,
+    and multiplies the loss by the number of ranks, by which DDP divides. For models whose ``loss_type`` is that of a
+    causal model, the count leaves out the first label of each row, as the loss does.
 
     Args:
         outputs: outputs of the model, with the logits under ``logits`` or as the first item.
@@ -55,8 +54,7 @@ class LinearLossMixin:
 
     Write ``class LinearTrainer(LinearLossMixin, Trainer)``. Equal to the Trainer with
     ``compute_loss_func=causal_lm_loss_func``, in the memory of :func:`~fullrank.causal_lm_loss` with ``weight``. While
-    the model is training, its head returns that loss in the place of logits. It is computed inside the forward of the
-    head, where FSDP2 has gathered the weight, also one that is tied to the embedding. In evaluation the logits exist.
+    the model is training, its head returns that loss in the place of logits: FSDP2 has gathered the weight there.
 
     Args:
         *args, **kwargs: arguments of the Trainer, without ``compute_loss_func``.
@@ -81,7 +79,11 @@ class LinearLossMixin:
         labels = inputs.get("labels")
         if labels is None or not model.training:
             return trainer.compute_loss(model, inputs, *args, **kwargs)
-        head, sums = _plain_head(self.accelerator.unwrap_model(model)), list[Tensor]()
+        unwrapped, sums = self.accelerator.unwrap_model(model), list[Tensor]()
+        head = unwrapped.get_output_embeddings() if hasattr(unwrapped, "get_output_embeddings") else None
+        without = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise TypeError(expected("model.get_output_embeddings()", "an nn.Linear", head, without))
 
         def loss_sum(hidden: Tensor) -> Tensor:
             total = causal_lm_loss(hidden, labels, weight=head.weight, bias=head.bias, reduction="sum")
@@ -92,29 +94,19 @@ class LinearLossMixin:
             total = _logits(outputs)
             if head is not self._unchanged_head:
                 if not (len(sums) == 1 and torch.allclose(total, sums[0], rtol=0.0, atol=0.0, equal_nan=True)):
-                    fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
-                    raise ValueError(expected("model", "one that returns what its head does", Words("others"), fix))
+                    raise ValueError(expected("model", "one that returns what its head does", Words("others"), without))
                 if 0 < total < torch.inf:  # 0, of a batch without labels, is 0 after any soft cap, and NaN is NaN
                     self._unchanged_head = head
             return local_mean(
                 total, (labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
             )
 
-        head.forward, self.compute_loss_func = loss_sum, divided
+        head.forward, self.compute_loss_func = loss_sum, divided  # type: ignore[assignment]
         try:
             return trainer.compute_loss(model, inputs, *args, **kwargs)
         finally:
             del head.forward
             self.compute_loss_func = causal_lm_loss_func
-
-
-def _plain_head(model: Any) -> Any:
-    """Return the head of a model, or raise TypeError."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        fix = "Pass compute_loss_func=causal_lm_loss_func to a Trainer without the mixin."
-        raise TypeError(expected("model.get_output_embeddings()", "an nn.Linear", head, fix))
-    return head
 
 
 class _Callback:
@@ -129,13 +121,11 @@ class _Callback:
 class LossState(_Callback):
     """A callback of the Trainer that saves the state of a loss in its checkpoints, and loads it on resume.
 
-    Equal to saving ``loss.state_dict()`` in the folder of each checkpoint, and to ``loss.load_state_dict`` on every
-    rank before the first step of a resumed training. :class:`PooledLossMixin` has one with the Trainer's folders.
-
-    The Trainer does not pass its folders to callbacks. Without the mixin, the folder of a checkpoint is
-    ``output_dir/checkpoint-STEP``. In a hyperparameter search it is ``output_dir/NAME/checkpoint-STEP`` if you pass
-    ``hp_name=``; otherwise a warning says that the state is not saved. The file contains the step and a key of the run,
-    and so does ``trainer_state.json``. A file that does not belong to the checkpoint is not loaded.
+    Rank 0 saves ``loss.state_dict()`` in the folder of each checkpoint, and every rank loads it before a resumed
+    training. :class:`PooledLossMixin` has one with the Trainer's folders. Without the mixin, the folder of a
+    checkpoint is ``output_dir/checkpoint-STEP``, in a hyperparameter search ``output_dir/NAME/checkpoint-STEP`` if you
+    pass ``hp_name=``; otherwise a warning says that the state is not saved. The file contains the step and a key of the
+    run, and so does ``trainer_state.json``: a file that does not belong to the checkpoint is not loaded.
 
     Args:
         loss: a module with ``state_dict`` and ``load_state_dict``: a loss with a queue, or a schedule.
@@ -144,11 +134,8 @@ class LossState(_Callback):
             and for the last checkpoint in ``output_dir``, as with ``train(resume_from_checkpoint=True)``.
 
     Raises:
-        FileNotFoundError: when the training resumes from a checkpoint without the file. The text says what to do.
+        FileNotFoundError: when the training resumes from a checkpoint without the file.
         ValueError: when the file was saved at another step or by another run than the checkpoint.
-
-    Distributed:
-        Rank 0 writes, every rank reads. No collective.
 
     Example:
         >>> from fullrank import SmoothAPLoss
@@ -181,18 +168,17 @@ class LossState(_Callback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the state if the training does not start at step 0, and make a key of the run for its checkpoints."""
         if state.global_step > 0 or self.resume_from is not None:
-            self._load_state(args, state)
+            self._load(args, state)
         # A new key: the checkpoints of a resumed training are not those of the run that it resumes.
         state.stateful_callbacks[self._key] = {"run": uuid.uuid4().hex}
 
-    def _load_state(self, args: Any, state: Any) -> None:
+    def _load(self, args: Any, state: Any) -> None:
         folder = self.resume_from or self._checkpoint_folder(args, state)
         path = None if folder is None else Path(folder) / self.name
         without = "To continue with a new state of the loss, remove the callback."
         if path is None or not path.exists():
             fix = f"Pass the folder that the training resumes from, LossState(resume_from=...). {without}"
-            where = "the folder of the checkpoint" if path is None else path
-            what = f"the state of the loss in {where}"
+            what = f"the state of the loss in {path or 'the folder of the checkpoint'}"
             raise FileNotFoundError(expected("LossState", what, Words("no such file"), fix))
         saved = torch.load(path, map_location="cpu", weights_only=True)
         fix = f"Pass LossState(resume_from=...) the folder that train(resume_from_checkpoint=...) gets. {without}"
@@ -223,9 +209,9 @@ class LossMonitor(_Callback):
     """A callback of the Trainer that logs the temperature of every loss in a module, and the positives in its pool.
 
     The names and values are those of :class:`fullrank.integrations.lightning.LossMonitor`, without the name of the loss
-    if ``loss`` is that loss itself; a mean is over the training calls since the last log. They appear next to the
-    ``loss`` that the Trainer logs, in its ``log_history`` and in all later callbacks. So this callback must be the
-    first: ``trainer.callback_handler.callbacks.insert(0, LossMonitor(loss))``. :class:`PooledLossMixin` does that.
+    if ``loss`` is that loss itself; a mean is over the training calls since the last log. They join the ``loss`` in
+    ``log_history`` and in all later callbacks, so this one must be the first, as :class:`PooledLossMixin` makes it:
+    ``trainer.callback_handler.callbacks.insert(0, LossMonitor(loss))``.
 
     Args:
         loss: a loss, or a module that contains losses.
@@ -262,13 +248,10 @@ class LossMonitor(_Callback):
 class PooledLossMixin:
     """A mixin for ``transformers.Trainer``: one pooled loss over the window, all micro-batches of all ranks.
 
-    Write ``class RankingTrainer(PooledLossMixin, Trainer)`` to use it. The Trainer multiplies the loss of a
-    ``compute_loss_func`` by the number of ranks, and adds it up over micro-batches instead of averaging it. It does not
-    change the pooled loss. With ``gradient_accumulation_steps`` > 1, :func:`~fullrank.pooled_backward` back-propagates
-    the window in the last of its micro-batches, and its loss is logged.
-
-    The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If ``pooled_loss`` is
-    a module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on
+    Write ``class RankingTrainer(PooledLossMixin, Trainer)``. With ``gradient_accumulation_steps`` > 1,
+    :func:`~fullrank.pooled_backward` back-propagates the window in the last of its micro-batches, and its loss is
+    logged. The mixin passes epoch and step to a :class:`~fullrank.LossWarmupWrapper` in ``pooled_loss``. If that is a
+    module, a :class:`LossState` saves its queue, temperature and schedule with each checkpoint and loads them on
     resume, and a :class:`LossMonitor` logs its temperature and its positives, if it has any.
 
     Args:
@@ -280,7 +263,7 @@ class PooledLossMixin:
 
     Raises:
         ValueError: when the process group has several ranks and the Trainer counts one, as under torchrun on CPUs
-            without ``use_cpu=True``. The loss would gather over all ranks, and nothing would average the gradients.
+            without ``use_cpu=True``: nothing would average the gradients.
         RuntimeError: for a window of several micro-batches under DeepSpeed or Megatron, which have their own backward.
     """
 
@@ -298,7 +281,6 @@ class PooledLossMixin:
             raise ValueError(expected("world_size of the TrainingArguments", what, self.args.world_size, fix))
         self.pooled_loss = pooled_loss
         self._pooled_window: list[Mapping[str, Any]] = []
-        self._pooled_epoch = -1
         self._pooled_state: LossState | None = None
         if isinstance(pooled_loss, nn.Module):
             self._pooled_state, trainer = LossState(pooled_loss), cast(Any, self)
@@ -346,12 +328,9 @@ class PooledLossMixin:
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         window, self._pooled_window = self._pooled_window, []
-        epoch, schedules = int(self.state.epoch or 0), find_schedules(self.pooled_loss)
-        for schedule in schedules:
-            if epoch != self._pooled_epoch:
-                schedule.on_train_epoch_start(epoch)
+        for schedule in find_schedules(self.pooled_loss):
+            schedule.on_train_epoch_start(int(self.state.epoch or 0))
             schedule.on_train_batch_start(self.state.global_step)
-        self._pooled_epoch = epoch
         if len(window) == 1:
             trainer: Any = super()
             return trainer.training_step(model, window[0], num_items_in_batch)
@@ -386,8 +365,7 @@ class PooledLossMixin:
 def verify_training_step(trainer: Any, micro_batches: list[Any], **options: Any) -> StepReport:
     """Compare the gradients of a step of the Trainer with those of one process: :func:`~fullrank.verify_step`.
 
-    Runs ``training_step`` over one window as ``train`` does: the Trainer counts the tokens, divides, multiplies by the
-    number of ranks, and reduces with the last micro-batch. Call it before ``train``, on every rank.
+    Runs ``training_step`` over one window as ``train`` does. Call it before ``train``, on every rank.
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass.
