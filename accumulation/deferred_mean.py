@@ -370,7 +370,9 @@ class DeferredMean:
         sums = self._sums
         numbers = {"num_terms": sums.num_terms, "loss_sum": sums.loss, "multiplier": self._multiplier}
         state = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
-        return {**state, "num_calls": torch.tensor(sums.num_calls), "like": torch.empty(0, dtype=sums.kind[0])}
+        dtype, device = sums.kind
+        like = torch.empty(0, dtype=dtype, device=device)  # a loss
+        return {**state, "num_calls": torch.tensor(sums.num_calls), "like": like}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue a step that :meth:`state_dict` describes; set the gradients too, before the next call.
