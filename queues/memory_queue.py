@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -96,22 +96,24 @@ class MemoryQueue(SavedState):
     @torch.inference_mode(False)
     def _allocate(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, columns = self.capacity, self.num_classes or 0
-        self._logits = torch.zeros(rows, columns, dtype=dtype, device=device)
-        if self.multi_hot:
-            self._targets = torch.zeros(rows, columns, dtype=multi_hot_dtype(self.ignore_index), device=device)
-        else:
-            self._targets = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._iid = torch.ones(rows, dtype=torch.bool, device=device)
-        self._weight = torch.ones(rows, dtype=dtype, device=device)  # in float64 from the first such weights on
+        shape = (rows, columns) if self.multi_hot else (rows,)
+        kind = multi_hot_dtype(self.ignore_index) if self.multi_hot else torch.int64
+        self._ring = QueueRows(
+            torch.zeros(rows, columns, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=kind, device=device),
+            torch.ones(rows, dtype=torch.bool, device=device),
+            torch.ones(rows, dtype=dtype, device=device),  # in float64 from the first such weights on
+        )
         self._written: set[int] = set()  # indices of the tensors written so far; the last two are all ones before
         self.reset()
 
     @torch.inference_mode(False)
     def reset(self) -> None:
         """Remove all rows."""
-        self._fill = self._pointer = self._num_enqueued = 0
+        self._fill = self._pointer = self._num_enqueued = self._num_hashed = 0
         self._has_weights = False
-        self._checksum = torch.zeros((), dtype=torch.int64, device=self._logits.device)
+        # Of the first _num_hashed rows. The others are in the ring, and are added when the checksum is read.
+        self._checksum = torch.zeros((), dtype=torch.int64, device=self._ring.logits.device)
 
     def __len__(self) -> int:
         """Return the number of rows held, at most ``capacity``."""
@@ -122,6 +124,7 @@ class MemoryQueue(SavedState):
         """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
         if self._checksum.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
+        self._hash_stored()
         return self._checksum
 
     @property
@@ -131,11 +134,9 @@ class MemoryQueue(SavedState):
 
     def rows(self) -> QueueRows:
         """Return the rows as views, in storage order: oldest first until the ring has wrapped around."""
-        rows = self._logits, self._targets, self._iid, self._weight
-        logits, targets, iid, weight = [tensor[: self._fill] for tensor in rows] if self._fill < self.capacity else rows
-        return QueueRows(logits, targets, iid, weight if self._has_weights else None)
+        rows = QueueRows(*[tensor[: self._fill] for tensor in self._ring]) if self._fill < self.capacity else self._ring
+        return rows if self._has_weights else rows._replace(sample_weight=None)
 
-    @torch.inference_mode(False)
     def enqueue(
         self,
         logits: Tensor,
@@ -180,8 +181,8 @@ class MemoryQueue(SavedState):
             undo.callback(vars(self).update, dict(vars(self)))
         if self.num_classes is None:
             self.num_classes = logits.shape[1]
-            self._allocate(logits.device, self._logits.dtype)
-        rows = on_host(self._as_stored(logits, targets, iid_mask, sample_weight))
+            self._allocate(logits.device, self._ring.logits.dtype)
+        rows = self._as_stored(logits, targets, iid_mask, sample_weight)
         if num_stored is None or num_stored < count:
             index = self.wanted(*rows[:2])
             if not logits.is_cpu and num_stored is None:
@@ -190,29 +191,28 @@ class MemoryQueue(SavedState):
                 index = index.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
             if not logits.is_cpu or not index.all():
                 rows = [None if new is None else new[index] for new in rows]
-        count, checksum = len(rows[0]), self._checksum + self._hash(*rows)
-        start = (self._pointer + max(count - self.capacity, 0)) % self.capacity
-        num_kept, head = min(count, self.capacity), self.capacity - start  # what is beyond the head goes to the start
-        for place, (stored, new) in enumerate(zip((self._logits, self._targets, self._iid, self._weight), rows)):
+        count = len(rows[0])
+        if self._num_enqueued - self._num_hashed + count > self.capacity:
+            self._hash_stored()  # before they are replaced
+        if num_passed := max(0, count - self.capacity):  # rows that others of the same call replace
+            passed = [None if new is None else new[:num_passed] for new in rows]
+            self._hash(*passed)
+            rows = [None if new is None else new[num_passed:] for new in rows]
+        start = (self._pointer + num_passed) % self.capacity
+        head = min(count - num_passed, self.capacity - start)
+        pieces = [(slice(start, start + head), slice(head))]
+        if head < count - num_passed:
+            pieces.append((slice(count - num_passed - head), slice(head, None)))
+        for place, (stored, new) in enumerate(zip(self._ring, rows)):
             if new is None and place not in self._written:
                 continue  # it holds the default everywhere
             self._written.add(place)
-            old: Any = stored.numpy() if stored.is_cpu else stored
-            parts = [old[start : start + num_kept], old[: max(0, num_kept - head)]]
-            if undo is not None:
-                for part in parts:
-                    undo.callback(part.__setitem__, slice(None), part.clone() if old is stored else part.copy())
-            if new is None:
-                for part in parts:
-                    (part.fill_ if isinstance(part, Tensor) else part.fill)(1)
-            elif stored.is_cpu:
-                parts[0][:], parts[1][:] = new[-self.capacity :][:head], new[-self.capacity :][head:]
-            else:
-                kept = new[-self.capacity :]
-                number = 1 + (head < num_kept)
-                torch._foreach_copy_(parts[:number], [kept[:head], kept[head:]][:number])
+            memory = as_memory(stored)
+            for there, here in pieces:
+                if undo is not None:
+                    undo.callback(stored.__setitem__, there, stored[there].clone())
+                memory[there] = 1 if new is None else new[here]
         vars(self).update(  # because setting an attribute of a module takes as long as an operator
-            _checksum=checksum,
             _pointer=(self._pointer + count) % self.capacity,
             _fill=min(self._fill + count, self.capacity),
             _num_enqueued=self._num_enqueued + count,
@@ -221,22 +221,25 @@ class MemoryQueue(SavedState):
 
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
-    ) -> list[Tensor | None]:
+    ) -> list[Any]:
         """Move the queue to the device of the rows, and to float64 if they are, and return them in its dtypes.
 
-        None stands for a mask or weights of ones.
+        On the CPU they are arrays, with which operations on few rows take a third of the time. None stands for a mask
+        or weights of ones.
         """
-        dtype = torch.promote_types(self._logits.dtype, logits.dtype)
-        if self._logits.is_meta:
-            self._allocate(logits.device, dtype)  # nothing was stored on the meta device
-        if self._logits.device != logits.device or self._logits.dtype != dtype:
-            self._logits = self._logits.to(logits.device, dtype)
-            self._move_to(logits.device)
-        if sample_weight is not None:
-            self._weight = self._weight.to(torch.promote_types(self._weight.dtype, sample_weight.dtype))
-        stored = (self._logits, self._targets, self._iid, self._weight)
-        rows = (logits, targets, iid_mask, sample_weight)
-        return [None if new is None else new.detach().to(old) for new, old in zip(rows, stored)]
+        device, ring = logits.device, self._ring
+        dtype, weight_dtype = [
+            kept.dtype if new is None or new.dtype != torch.float64 else new.dtype
+            for new, kept in ((logits, ring.logits), (sample_weight, ring.sample_weight))
+        ]
+        if ring.logits.is_meta:
+            self._allocate(device, dtype)  # nothing was stored on the meta device
+        if (device, dtype, weight_dtype) != (ring.logits.device, ring.logits.dtype, ring.sample_weight.dtype):
+            self._hash_stored()
+            self._move_to(device, dtype, weight_dtype)
+        given = zip((logits, targets, iid_mask, sample_weight), self._ring)
+        rows = [None if new is None else new.detach().to(stored) for new, stored in given]
+        return [None if new is None else as_memory(new.resolve_neg()) for new in rows]
 
     def wanted(self, logits: Any, targets: Any) -> Any:
         """Return (N,) bool: the rows that :meth:`enqueue` would store. Takes tensors or arrays."""
@@ -252,44 +255,46 @@ class MemoryQueue(SavedState):
             (logits - logits)[:, 0] == is_out if isinstance(logits, Tensor) else numpy.isfinite(logits)[:, 0] > is_out
         )
 
-    def _hash(self, logits: Any, targets: Any, iid: Any = None, weight: Any = None) -> Tensor | int:
-        """Return the sum of the mixed bits of all numbers, each times a factor of its row and column, modulo 2**64.
+    def _hash_stored(self) -> None:
+        """Add the rows to the checksum that were stored after it was last read."""
+        number = self._num_enqueued - self._num_hashed
+        first = (self._pointer - number) % max(1, self.capacity)
+        for start, end in ((first, min(first + number, self.capacity)), (0, first + number - self.capacity)):
+            if end > start:
+                stored = [rows if place in self._written else None for place, rows in enumerate(self._ring)]
+                self._hash(*[None if rows is None else as_memory(rows)[start:end] for rows in stored])
 
-        The sum of two parts of a batch is that of the whole. The factor of a row is mixed from its sequence number, so
-        the order of the rows matters. Without mixing the bits of the numbers, two flipped signs could cancel, because
-        each adds 2**63 times a factor. Tensors and the arrays of :func:`on_host` give the same hash.
+    @torch.inference_mode(False)
+    def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> None:
+        """Add the next rows to the checksum. None stands for a mask or weights of ones.
+
+        It is the sum of the mixed bits of all numbers, each times a factor of its row and column, modulo 2**64. The sum
+        of two parts of a batch is that of the whole. The factor of a row is mixed from its sequence number, so the
+        order of the rows matters. Without mixing the bits of the numbers, two flipped signs could cancel, because each
+        adds 2**63 times a factor. Tensors and arrays give the same hash.
         """
         (count, columns), library = logits.shape, torch if isinstance(logits, Tensor) else numpy
         options: dict[str, Any] = {"dtype": library.int64, **({"device": logits.device} if library is torch else {})}
         bits = library.int64 if logits.dtype == library.float64 else library.int32
-        bits_of_one = 127 << 23 if bits is library.int32 else 1023 << 52
+        width = columns + (columns if self.multi_hot else 1)
         if weight is not None:
             with numpy.errstate(over="ignore"):
-                weight = (weight.to if library is torch else weight.astype)(logits.dtype).view(bits)
-        last = columns + (columns if self.multi_hot else 1)  # the place of the weight; that of the mask follows
-        extra = {last: weight, last + 1: iid}
-        present = [place for place, new in extra.items() if new is not None]
+                weight = (weight.astype if library is numpy else weight.to)(logits.dtype).view(bits)
+        extra = {width: weight, width + 1: iid}
+        present = tuple([place for place, values in extra.items() if values is not None])
         # One buffer for the numbers that are mixed, of each row, and last its sequence number: fewer kernels.
-        words = library.empty((last + len(present) + 1, count), **options)
+        words = library.empty((width + len(present) + 1, count), **options)
         words[:columns] = logits.view(bits).T
-        words[columns:last] = targets.T if self.multi_hot else targets
-        for row, place in enumerate(present, start=last):
+        words[columns:width] = targets.T if self.multi_hot else targets
+        for row, place in enumerate(present, start=width):
             words[row] = extra[place]
-        start = self._num_enqueued + _MIX[2]
-        if library is numpy:
-            words[-1] = numpy.arange(start, start + count)
-        else:
-            torch.arange(start, start + count, out=words[-1])
+        start = self._num_hashed + _MIX[2]
+        words[-1] = library.arange(start, start + count, **options)
         mixed = _mix_bits(words)
-        absent = [(place, value) for place, value in ((last, bits_of_one), (last + 1, 1)) if extra[place] is None]
-        key = last + 2, tuple(present), tuple(absent)
-        if library is numpy:
-            factors, constants = _column_factors(*key)
-            return int((factors @ mixed[:-1] + constants[0]) @ (mixed[-1] | 1))
-        factors, constants = _column_factors_on(*key, logits.device)
-        of_rows = torch.addcmul(constants, mixed[:-1], factors).sum(0)
-        total: Tensor = (of_rows * (mixed[-1] | 1)).sum()
-        return total
+        one = 1023 << 52 if bits is library.int64 else 127 << 23  # the bits of the number
+        factors, constant = _column_factors(width + 2, present, one, None if library is numpy else logits.device)
+        total = (((mixed[:-1] * factors).sum(0) + constant) * (mixed[-1] | 1)).sum()
+        vars(self).update(_checksum=self._checksum + total, _num_hashed=self._num_hashed + count)
 
     @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
@@ -311,19 +316,19 @@ class MemoryQueue(SavedState):
         agree_on("MemoryQueue.assert_synchronized", resolved, bring)
 
     @torch.inference_mode(False)
-    def _move_to(self, device: torch.device) -> None:
-        for name in ("_logits", "_targets", "_iid", "_weight", "_checksum"):
-            setattr(self, name, getattr(self, name).to(device))
+    def _move_to(self, device: torch.device, *dtypes: torch.dtype) -> None:
+        logits, targets, iid, weight = [tensor.to(device) for tensor in self._ring]
+        dtype, weight_dtype = dtypes or (logits.dtype, weight.dtype)
+        self._ring = QueueRows(logits.to(dtype), targets, iid, weight.to(weight_dtype))
+        self._checksum = self._checksum.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
         # Only the device of the conversion applies, because to(bfloat16) must not round the stored rows.
         super()._apply(fn, recurse)
-        device = fn(self._logits[:0]).device
-        if device == self._logits.device:
-            return self
-        if self._logits.is_meta:
-            self._allocate(device, self._logits.dtype)  # nothing was stored on the meta device
-        else:
+        old, device = self._ring.logits, fn(self._ring.logits[:0]).device
+        if device != old.device and old.is_meta:
+            self._allocate(device, old.dtype)  # nothing was stored on the meta device
+        elif device != old.device:
             self._move_to(device)
         return self
 
@@ -333,15 +338,16 @@ class MemoryQueue(SavedState):
         contents = _digest(self.position, self.rows(), self.checksum)
         arguments = self.capacity, self.num_classes or 0, self.keep == "negatives", self.multi_hot, self.ignore_index
         position = self._num_enqueued, self._fill, self._pointer, self._has_weights
-        numbers = *arguments, *position, self._logits.dtype == torch.float64, int(self.checksum), contents
+        logits, targets, iid, weight = self._ring
+        numbers = *arguments, *position, logits.dtype == torch.float64, int(self.checksum), contents
         return {
             # Always float64, which represents float32 exactly: torch.distributed.checkpoint loads into the dtype of the
             # module's state, and a new queue is float32.
-            "saved_logits": self._logits.to(torch.float64, copy=True),
-            "saved_targets": self._targets.clone(),
-            "saved_iid_mask": self._iid.clone(),
-            "saved_sample_weight": self._weight.to(torch.float64, copy=True),
-            "saved_numbers": as_saved([*map(int, numbers)]).to("cpu" if self._logits.is_meta else self._logits.device),
+            "saved_logits": logits.to(torch.float64, copy=True),
+            "saved_targets": targets.clone(),
+            "saved_iid_mask": iid.clone(),
+            "saved_sample_weight": weight.to(torch.float64, copy=True),
+            "saved_numbers": as_saved([*map(int, numbers)]).to("cpu" if logits.is_meta else logits.device),
         }
 
     @torch.inference_mode(False)
@@ -350,7 +356,7 @@ class MemoryQueue(SavedState):
             return {}
         missing = next((name for name in self._saved_names if name not in state), None)
         if missing is not None:
-            fix = f"An earlier version saved it, or it is damaged. {_EMPTY}"
+            fix = f"The state is damaged. {_EMPTY}"
             raise ValueError(expected("the saved queue", repr(missing), Words("a state without it"), fix))
         saved = dict(zip(NUMBERS, from_saved(state, "numbers", (len(NUMBERS),))))
         columns, has_weights = saved["num_classes"], bool(saved["has_weights"])
@@ -374,30 +380,29 @@ class MemoryQueue(SavedState):
             shape = shapes.get(name, (capacity,))
             _require(getattr(tensor, "shape", None) == shape, name, f"a tensor of shape {shape}", tensor)
         dtype = torch.float64 if saved["is_double"] else torch.float32
-        dtypes = dtype, self._targets.dtype, torch.bool, torch.float64 if has_weights else dtype
-        device = rows[0].device if self._logits.is_meta else self._logits.device
-        rows = [tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)]
+        dtypes = dtype, self._ring.targets.dtype, torch.bool, torch.float64 if has_weights else dtype
+        device = rows[0].device if self._ring.logits.is_meta else self._ring.logits.device
+        ring = QueueRows(*[tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)])
         checksum = torch.tensor(saved["checksum"], device=device)
-        if not rows[0].is_meta:
-            logits, targets, iid, weight = (tensor[:fill] for tensor in rows)
+        if not ring.logits.is_meta:
+            held = QueueRows(*[tensor[:fill] for tensor in ring])
             infinite = Words("others, which never enter a queue")
-            _require(bool(logits.isfinite().all()), "logits", "finite numbers", infinite)
-            held = QueueRows(logits, targets, iid, weight if has_weights else None)
+            _require(bool(held.logits.isfinite().all()), "logits", "finite numbers", infinite)
+            held = held if has_weights else held._replace(sample_weight=None)
             found = _digest((pointer, fill, enqueued, has_weights), held, checksum)
             _require(found == saved["contents"], "hash", repr(saved["contents"]), found)
-        names = "_logits", "_targets", "_iid", "_weight", "_fill", "_pointer", "_num_enqueued", "_has_weights"
-        read = dict(zip(names, (*rows, fill, pointer, enqueued, has_weights)))
-        return {"num_classes": saved["num_classes"], "_checksum": checksum, "_written": {0, 1, 2, 3}, **read}
+        read = {"_ring": ring, "_written": {0, 1, 2, 3}, "num_classes": saved["num_classes"], "_checksum": checksum}
+        numbers = {"_fill": fill, "_pointer": pointer, "_num_enqueued": enqueued, "_num_hashed": enqueued}
+        return {**read, **numbers, "_has_weights": has_weights}
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
         return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
 
 
-def on_host(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return tensors on the CPU as numpy arrays, with which operations on few rows take a third of the time."""
-    rows = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    return [tensor.resolve_neg().numpy() if tensor is not None and tensor.is_cpu else tensor for tensor in rows]
+def as_memory(tensor: Tensor) -> Any:
+    """Return the memory of ``tensor``, on the CPU as an array: operations on few rows then take a third of the time."""
+    return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def _require(is_right: bool, name: str, what: str, value: object) -> None:
@@ -417,36 +422,27 @@ def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Ten
     return int(contents.hexdigest(), 16) - 2**63
 
 
-def _mix_bits(values: Any) -> Any:
-    """Mix the 64 bits of each of ``values``, int64 of torch or numpy, in place by products and shifts; return them."""
+def _mix_bits(words: Any) -> Any:
+    """Mix the 64 bits of each of ``words``, int64 of torch or numpy, in place by products and shifts; return them."""
     for factor in _MIX[:2]:
-        values *= factor
-        values ^= values >> 32
-    return values
+        words *= factor
+        words ^= words >> 32
+    return words
 
 
 @functools.lru_cache(maxsize=32)
-def _column_factors(size: int, present: tuple[int, ...], absent: tuple[tuple[int, int], ...]) -> tuple[Any, Any]:
-    """Return the factors of the columns that are stored in :meth:`MemoryQueue._hash`, and what the others add to a row.
+def _column_factors(width: int, present: tuple[int, ...], one: int, device: torch.device | None) -> tuple[Any, int]:
+    """Return odd factors of the columns in :meth:`MemoryQueue._hash`, and what the absent columns add to each row.
 
     Args:
-        size: the number of columns; the last two are the weight and the mask.
+        width: the number of all columns; the last two are the weight and the mask.
         present: those of the last two that are given.
-        absent: the other ones, each with the bits that it has in all rows.
-
-    Returns:
-        int64 arrays, both with one entry for each column; all but the first of the latter are 0.
+        one: the bits of a weight of one.
+        device: where the factors (columns, 1) are a tensor; None for an array.
     """
-    factors = _mix_bits(numpy.arange(-size, 0) + _MIX[2]) | 1
-    constants = numpy.zeros(size - len(absent), numpy.int64)
-    for place, value in absent:
-        constants[:1] += _mix_bits(numpy.array([value])) * factors[place]
-    return factors[[*range(size - 2), *present]], constants
-
-
-@functools.lru_cache(maxsize=32)
-def _column_factors_on(*key: Any) -> tuple[Tensor, Tensor]:
-    """Return both on a device, (columns, 1) each; the copies block, so that any stream can use them."""
-    *columns, device = key
-    factors, constants = (torch.from_numpy(one)[:, None].to(device) for one in _column_factors(*columns))
-    return factors, constants
+    factors = _mix_bits(numpy.arange(-width, 0) + _MIX[2]) | 1
+    of_ones = _mix_bits(numpy.array([one, 1])) * factors[-2:]
+    constant = int(of_ones[[place not in present for place in (width - 2, width - 1)]].sum())
+    columns = factors[[*range(width - 2), *present], None]
+    # The copy blocks, so that any stream can use it.
+    return (columns if device is None else torch.from_numpy(columns).to(device)), constant

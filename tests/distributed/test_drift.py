@@ -187,6 +187,7 @@ def test_damage_that_no_checksum_sees(rank: int) -> None:
     loss = fullrank.SmoothAPLoss(num_classes=2, queue_size=40, temperature=0.5)
     _take_step(loss, rank, 0)
     loss.queue.assert_synchronized()
+    assert loss.queue.checksum != 0  # which is now that of the rows before the damage
     if rank == 1:
         loss.queue.rows().logits[0] += 1
     own = [dist.new_group([member]) for member in range(2)][rank]

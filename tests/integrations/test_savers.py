@@ -261,11 +261,11 @@ def extra_state_of_queue(queue: Any) -> dict[str, Any]:
     pointer, fill, enqueued, weighted = queue.position
     names = ("capacity", "num_classes", "keep", "multi_hot", "ignore_index")
     return {name: getattr(queue, name) for name in names} | {
-        "logits": queue._logits.double(),
-        "targets": queue._targets.clone(),
-        "iid_mask": queue._iid.clone(),
-        "sample_weight": queue._weight.double(),
-        "is_double": queue._logits.dtype == torch.float64,
+        "logits": queue._ring.logits.double(),
+        "targets": queue._ring.targets.clone(),
+        "iid_mask": queue._ring.iid_mask.clone(),
+        "sample_weight": queue._ring.sample_weight.double(),
+        "is_double": queue._ring.logits.dtype == torch.float64,
         "checksum": queue.checksum.clone(),
         "fill": fill,
         "pointer": pointer,
