@@ -17,9 +17,9 @@ A single tensor with equal row counts on all ranks is sent and received in place
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,9 @@ class Exchange(NamedTuple):
         """Return ``tensor`` (...) of every rank, stacked in rank order (W, ...)."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
-        gather_flat(self.call, self.group, output.view(-1), staged.reshape(-1), what)
+        communicate(
+            self.call, f"the all-gather of {what}", all_gather_flat, output.view(-1), staged.reshape(-1), self.group
+        )
         return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
@@ -107,29 +109,30 @@ class Exchange(NamedTuple):
 
     def sum_own(self, tensor: Tensor, counts: Sequence[int], what: str) -> Tensor:
         """Sum ``tensor`` (sum of counts, ...) over the ranks, and return the rows of this rank."""
-        zeros = tensor.new_zeros(max(1, *counts), *tensor.shape[1:])
-        parts = [(part, zeros[len(part) :]) for part in tensor.split([*counts])]
-        padded = torch.cat([piece for pair in parts for piece in pair]).view(len(counts), *zeros.shape)
-        staged = padded.cpu() if is_staged(tensor, self.group) else padded
-        summed = torch.empty_like(staged[0])
+        most = max(1, *counts)
+        if min(counts) < most:
+            zeros = tensor.new_zeros(most, *tensor.shape[1:])
+            parts = [(part, zeros[len(part) :]) for part in tensor.split([*counts])]
+            tensor = torch.cat([piece for pair in parts for piece in pair])
+        staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
+        summed = staged.new_empty(most, *tensor.shape[1:])
         if summed.numel():  # else the rows have no elements on any rank
-            with errors_naming(self.call, f"the reduce-scatter of {what}"):
-                reduce_scatter_flat(summed.view(-1), staged.view(-1), group=self.group)
+            where = f"the reduce-scatter of {what}"
+            communicate(self.call, where, reduce_scatter_flat, summed.view(-1), staged.reshape(-1), group=self.group)
         return summed[: counts[self.rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Return ``tensor`` reduced over the ranks, with the same bits on every rank."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor.contiguous()
-        with errors_naming(self.call, f"the all-reduce of {what}"):
-            all_reduce_flat(staged, op=operation, group=self.group)
+        communicate(self.call, f"the all-reduce of {what}", all_reduce_flat, staged, op=operation, group=self.group)
         return staged.to(tensor.device)
 
     def _gather_bytes(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """Gather ``tensor`` of every rank into ``shape``, as bytes, because not every backend supports every dtype."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(shape)
-        what = "the rows, which every rank had announced,"
-        gather_flat(self.call, self.group, bytes_of(output), bytes_of(staged), what)
+        where = "the all-gather of the rows, which every rank had announced,"
+        communicate(self.call, where, all_gather_flat, bytes_of(output), bytes_of(staged), self.group)
         return output.to(tensor.device)
 
 
@@ -186,24 +189,29 @@ def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
     parts = []
     for tensor in tensors:
         content = bytes_of(tensor)
-        padding = round_up(most * row_bytes(tensor)) - content.numel()
-        parts += [content, content.new_empty(padding)] if padding else [content]
+        parts += [content, content.new_empty(round_up(most * row_bytes(tensor)) - content.numel())]
     # The block is never empty, because every rank makes the same collective whatever the data.
     return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)
 
 
 def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[int]) -> Tensor:
-    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block.
-
-    Always a copy, in one kernel up to a hundred ranks: callers may change the rows in place.
-    """
+    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block."""
     if not row_bytes(like):
         return like.new_empty(sum(counts), *like.shape[1:])
     shape = len(counts), max(counts), *like.shape[1:]
     blocks = gathered.view(like.dtype).view(len(counts), -1)[:, offset // like.element_size() :]
     blocks = blocks[:, : math.prod(shape[1:])].view(shape)
-    # Not a view of the rows joined flat: autograd refuses changes in place of a view that a function returned.
-    return torch.cat([block[:count] for block, count in zip(blocks.unbind(), counts)])
+    return joined([block[:count] for block, count in zip(blocks.unbind(), counts)])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all ``parts`` in their dtype, a copy, because callers may change it in place.
+
+    Autograd refuses to change a view that a function returned. Autocast to bfloat16 would refuse float16.
+    """
+    kind = parts[0].device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return torch.cat(parts)
 
 
 def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
@@ -211,39 +219,28 @@ def is_staged(tensor: Tensor, group: ProcessGroup) -> bool:
     return not tensor.is_cpu and backend_by_device(group).get(tensor.device.type) == "gloo"
 
 
-def gather_flat(call: str, group: ProcessGroup, output: Tensor, tensor: Tensor, what: str) -> None:
-    """Fill ``output`` (W * n,) with ``tensor`` (n,) of every rank. ``what`` names it, for an error."""
-    try:
-        all_gather_flat(output, tensor, group)
-    except RuntimeError as error:
-        raise _collective_error(call, f"the all-gather of {what}", error) from error
-
-
-@contextmanager
-def errors_naming(call: str, what: str, cause: Exception | None = None) -> Iterator[None]:
-    """Name the public call in the error of a collective inside.
+def communicate(
+    call: str,
+    what: str,
+    collective: Callable[..., Any],
+    *arguments: Any,
+    cause: Exception | None = None,
+    **options: Any,
+) -> None:
+    """Make a collective, such as ``what`` "the all-gather of the rows"; name it and the public call if it fails.
 
     torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the
     other ranks fail in their next collective, and its name shows where to look.
 
-    Args:
-        call: name of the public call, the head of the message.
-        what: which collective of that call this is, such as ``"the all-gather of the rows"``.
-        cause: the exception that this collective reports to the other ranks, if there is one.
-
     Raises:
-        RuntimeError: when the collective fails. The message ends with torch's text, and the cause is ``cause`` or
-            torch's error. The group cannot be used afterwards.
+        RuntimeError: when the collective fails. Its cause is ``cause``, an exception that the collective reports to the
+            other ranks, or torch's error. The group cannot be used afterwards.
     """
     try:
-        yield
+        collective(*arguments, **options)
     except RuntimeError as error:
-        raise _collective_error(call, what, error) from (cause or error)
-
-
-def _collective_error(call: str, what: str, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(
-        f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
-        f"the timeout of the process group: look into the log of each rank for the first error. {OTHER_CALLS} "
-        f"{error}"
-    )
+        raise RuntimeError(
+            f"{call}: {what} failed. Another rank has probably died, has left early, or did not make this call within "
+            f"the timeout of the process group: look into the log of each rank for the first error. {OTHER_CALLS} "
+            f"{error}"
+        ) from (cause or error)

@@ -73,7 +73,8 @@ class _GatherRows(torch.autograd.Function):
             elif plan.reduce_scatter:  # half precision is added in float32
                 summand = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
                 total = Exchange(plan.call, plan.group).sum_own(summand, plan.rows, "the gradients, in the backward,")
-                input_grads[place] = (total * (plan.scale / len(plan.rows))).to(grad.dtype)
+                factor = plan.scale / len(plan.rows)
+                input_grads[place] = (total if factor == 1 else total * factor).to(grad.dtype)
             else:
                 own_rows = grad.narrow(0, sum(plan.rows[:rank]), plan.rows[rank])
                 input_grads[place] = own_rows if plan.scale == 1 else own_rows * _factor(plan.scale)

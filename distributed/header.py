@@ -40,7 +40,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
-from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, errors_naming, gather_flat, is_staged
+from . import exchange
+from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, communicate, is_staged
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, outside_func_transforms
@@ -357,11 +358,9 @@ def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) 
 
     The only place where the host waits for an accelerator.
     """
-    if room.is_on_host:
-        gather_flat(call, ranks, room.arrived, header, "the headers")
-    else:
-        arrived = torch.empty_like(room.arrived, device=header.device)
-        gather_flat(call, ranks, arrived, header, "the headers")
+    arrived = room.arrived if room.is_on_host else torch.empty_like(room.arrived, device=header.device)
+    communicate(call, "the all-gather of the headers", exchange.all_gather_flat, arrived, header, ranks)
+    if not room.is_on_host:
         room.arrived.copy_(arrived)
     words: list[list[int]] = room.heads.T.tolist()
     return words
@@ -442,8 +441,8 @@ def _exchange_reports(
                 advice |= dict.fromkeys(parts, fact.advice)
         own_report = _Report(reason, texts, advice)
     reports: list[Any] = [None] * ranks.size()
-    with errors_naming(repr(facts["call"]), "the exchange of what went wrong", error):
-        dist.all_gather_object(reports, own_report, group=ranks)
+    call, what = repr(facts["call"]), "the exchange of what went wrong"
+    communicate(call, what, dist.all_gather_object, reports, own_report, group=ranks, cause=error)
     return {key: reports[place] for key, place in places.items()}
 
 

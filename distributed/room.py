@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .exchange import check_devices, check_rows, describe_rows, round_up, row_bytes
+from .exchange import check_devices, check_rows, describe_rows, joined, round_up, row_bytes
 from .group import backend_by_device
 
 MAX_SIZE = 2**16  # bytes that a rank sends
@@ -140,7 +140,7 @@ class Parcel:
             blocks = room.arrived.chunk(len(counts))
             self._views = [*zip(*(self._views_of(block, count) for block, count in zip(blocks, counts)))]
             self._counts = counts
-        return [*map(torch.cat, self._views)]
+        return [*map(joined, self._views)]
 
     @torch.inference_mode(False)  # the views are kept for calls outside of it
     def _views_of(self, block: Tensor, count: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import TensorWeakRef
 
-from ..distributed.exchange import Exchange, errors_naming, is_staged
+from ..distributed.exchange import Exchange, communicate, is_staged
 from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import not_compiled
@@ -269,5 +269,4 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    with errors_naming(CALL, "an all-reduce of gradients"):
-        dist.all_reduce(tensor, group=group)
+    communicate(CALL, "an all-reduce of gradients", dist.all_reduce, tensor, group=group)

@@ -118,6 +118,23 @@ def test_reduce_scatter_adds_half_precision_in_float32(rank: int) -> None:
     assert own.grad.tolist() == [[256.0]]  # 257 is not a bf16 number
 
 
+@pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
+@on_ranks(2)
+def test_rows_keep_their_dtype_under_autocast(rank: int, backward: Any) -> None:
+    """Where rows travel with the header and where not; the control joins them as autocast would."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for count, _ in itertools.product((3, 20000), range(2)):
+            own = rows_of(rank, count, "float16", (2,)).requires_grad_()
+            rows = fullrank.gather_rows(own, backward=backward)[0]
+            (torch.arange(len(rows))[:, None] % 7 * rows.float()).sum().backward()
+            expected = rows_of_all([count] * 2, "float32", (2,)).half()
+            assert (rows.dtype, torch.equal(rows, expected)) == (torch.float16, True)
+            slope = 2 * (torch.arange(2 * count) % 7)[count * rank :][:count, None].expand(-1, 2)
+            assert torch.equal(own.grad, slope.half())
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.cat([expected])
+
+
 @pytest.mark.parametrize(
     "name", slowly(name for name, form in FORMS.items() if form.loss.is_pooled or form.loss in SUMMED.values())
 )
