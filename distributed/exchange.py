@@ -92,9 +92,7 @@ class Exchange(NamedTuple):
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Gather each of ``tensors`` (N, ...) from all ranks, and return (sum N_r, ...) in rank order.
 
-        Args:
-            tensors: dtypes and trailing shapes are equal on every rank; contiguous or not.
-            counts: the number of rows of every rank, from the header.
+        Dtypes and trailing shapes are equal on every rank; ``counts`` are the numbers of rows, from the header.
         """
         most = max(counts)
         if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:

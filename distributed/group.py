@@ -28,8 +28,7 @@ _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what
 def is_initialized() -> bool:
     """Return True when a default process group exists.
 
-    ``torch.compile`` would treat the result of ``dist.is_initialized()`` as a constant, and a loss that was compiled
-    before ``init_process_group`` would stay local. It puts a guard on an attribute.
+    ``torch.compile`` guards an attribute, but would treat the result of ``dist.is_initialized()`` as a constant.
     """
     return dist.is_available() and dist.group.WORLD is not None
 
@@ -50,9 +49,7 @@ def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
     if not is_initialized():
         raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
     _check_group(group, name)
-    resolved = ONLY.get()  # then the group of the caller has no other ranks
-    if resolved is None:
-        resolved = flatten_mesh(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
+    resolved = ONLY.get() or (flatten_mesh(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD)
     assert resolved is not None
     _check_exists(resolved, name)
     return resolved
@@ -82,10 +79,9 @@ def group_ranks(group: ProcessGroup) -> list[int]:
 
 
 def header_device(group: ProcessGroup) -> torch.device:
-    """Return the device of the header: the CPU if the group can communicate there, else the accelerator.
+    """Return the device of the header: the CPU if the group can communicate there, else its accelerator.
 
-    The accelerator is the one that the group is bound to, or the current one. The device does not depend on the
-    arguments of a call, so a rank with bad arguments joins the same collective.
+    It does not depend on the arguments of a call, so a rank with bad arguments joins the same collective.
     """
     if "cpu" in backend_by_device(group):
         return torch.device("cpu")
@@ -164,8 +160,7 @@ def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_
 def alone(group: ProcessGroup, gradient_reduction: str | int) -> bool:
     """Return True if a call over ``group`` may skip all communication: the group has one rank, and k = 1.
 
-    In a job of several ranks a wrapper may average the gradients of a group of one with those of other ranks; then k
-    differs from 1.
+    In a job of several ranks a wrapper may average the gradients of a group of one with those of other ranks.
     """
     if group.size() > 1 or dist.get_world_size() == 1:
         return group.size() == 1
@@ -186,11 +181,7 @@ def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
 
 
 class DataGroup:
-    """The ranks whose rows a loss pools, resolved at the first forward.
-
-    ``resolve(None)`` detects them. Without a process group the call is local, and nothing is cached. With a process
-    group the result is cached until that process group is destroyed and another one created. ``resolve(False)`` is
-    local. ``resolve(True)`` requires a process group.
+    """The ranks whose rows a loss pools, resolved at the first forward in a process group, and again in another one.
 
     A copy shares the group. A pickle cannot contain a group, so an unpickled loss uses the default group.
     """
@@ -203,7 +194,10 @@ class DataGroup:
         self._dropped = False
 
     def resolve(self, gather_distributed: bool | None, gradient_reduction: str | int) -> ProcessGroup | None:
-        """Return the group to communicate over, or None if the call is local or :func:`alone`."""
+        """Return the group to communicate over, or None if the call is local or :func:`alone`.
+
+        ``gather_distributed`` of None detects a process group, False is local, and True requires one.
+        """
         if gather_distributed is False:
             return None
         world = dist.group.WORLD if dist.is_available() else None

@@ -15,10 +15,8 @@ first joins an all-gather of one header of twelve words, even if its checks have
 Rows travel behind the header where the group has :mod:`~fullrank.distributed.room` for them.
 
 All ranks see the same headers and therefore take the same branch. If a rank failed or the facts differ, the ranks
-exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. This second exchange happens only
-before an error. Ranks with equal digests have the same reason, so at most four ranks send one. A :class:`DeviceCheck`
-is read together with the headers. If one has failed, its rank determines the reason, and all ranks exchange headers
-once more.
+exchange the reasons, and all raise the same :class:`~fullrank.errors.RankError`. A :class:`DeviceCheck` is read
+together with the headers. If one has failed, its rank determines the reason, and all ranks exchange headers once more.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ U = TypeVar("U")
 _LAYOUT = struct.Struct(f"=4q{NUM_TOTALS}d")
 
 _UNREAD, _FAILED = 1, 2  # the first word
-_NO_FACTS: Mapping[str, object] = {}
-
 _MAX_NAMED = 4  # ranks, reasons and values in a message
 _MAX_LENGTH = 2000  # characters of a reason or a fact that are sent: each of W ranks receives W times the longest text
 
@@ -112,30 +108,19 @@ def combined(checks: Sequence[DeviceCheck | None]) -> DeviceCheck | None:
 
 @dataclass(slots=True)
 class Offer(Generic[T]):
-    """What one rank contributes to a call.
+    """What one rank contributes to a call."""
 
-    Attributes:
-        value: :func:`agree_on` returns it to this rank only.
-        facts: must be equal on every rank, compared by ``repr``; a :class:`State` has its own advice.
-        rows: number of rows on this rank.
-        totals: at most eight numbers, floats or one-element tensors.
-        checksum: state on the device that must be equal on every rank.
-        check: a check of this rank's arguments that the host has not read.
-        tensors: row-aligned, None for an absent one. They may differ between the ranks only in the number of rows,
-            which replaces ``rows``. None if the call has no rows.
-        names: of ``tensors``, for messages.
-        sends_rows: send the rows of ``tensors`` with the header if they fit; False if most calls do not need them.
-    """
-
-    value: T
-    facts: Mapping[str, object] = field(default_factory=lambda: _NO_FACTS)
-    rows: int = 0
-    totals: Sequence[Tensor | float] = ()
+    value: T  # returned to this rank only
+    facts: Mapping[str, object] = field(default_factory=dict)  # compared by ``repr``; a State has its own advice
+    rows: int = 0  # on this rank
+    totals: Sequence[Tensor | float] = ()  # at most eight numbers, floats or one-element tensors
     checksum: Checksum | None = None
     check: DeviceCheck | None = None
+    # Row-aligned, None for an absent one; equal on all ranks but for the number of rows, which replaces ``rows``. None
+    # if the call has no rows.
     tensors: tuple[Tensor | None, ...] | None = None
-    names: tuple[str, ...] = ()
-    sends_rows: bool = True
+    names: tuple[str, ...] = ()  # of ``tensors``, for messages
+    sends_rows: bool = True  # with the header if they fit; False if most calls do not need them
 
 
 @dataclass(slots=True)
@@ -172,11 +157,10 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
 
     Raises:
         RankError: the first failing rank's class of exception (value, type or runtime) if a rank failed; a value error
-            if arguments differ; a runtime error if state differs. The text names the ranks and the reasons, and is the
-            same on every rank. The cause is this rank's own exception, unless a check of this package raised it: the
-            message then contains its text.
+            if arguments differ; a runtime error if state differs. The cause is this rank's own exception, unless a
+            check of this package raised it: the message then contains its text.
         RuntimeError: when the exchange fails, because a rank has died or does not make the call. NCCL does not fail by
-            itself: the host waits for the header until the watchdog of the group ends the process, after its timeout.
+            itself: the host waits until the watchdog of the group ends the process, after its timeout.
     """
     if ranks is None:
         offer = bring()
@@ -227,13 +211,14 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
             own_error, header = error, header_of_failure(error)
         failed, digests, counts, checksums = _gather_headers(call, ranks, header, room)
     if any(failed) or len({*digests}) > 1 or len({*checksums}) > 1:
-        heads: list[list[int]] = room.heads.tolist()
         facts: dict[str, object] = {"call": Words(call)}
-        if own_error is None:
+        if not any(failed) and len({*digests}) > 1:
             named = {name: Words(text) for name, text in zip(offer.names, parcel.described) if text is not None}
             facts |= {**offer.facts, **(named if offer.names else {"tensors": parcel.described})}
-        reports = _exchange_reports(heads, facts, own_error, ranks)
-        joint = joint_error(call, group_ranks(ranks), heads, reports, checksum)
+        elif not any(failed):
+            name, fix = ("checksum", _SAME_CALLS) if checksum is None else (checksum.name, checksum.advice)
+            facts[name] = State(Words(f"contents {checksums[ranks.rank()] & 0xFFFFFFFF:08x}"), fix)
+        joint = joint_error(group_ranks(ranks), _exchange_reports(facts, own_error, ranks))
         joint.agreement = (id(ranks), number)
         raise joint from cause_of(own_error)
     agreed = Agreement(offer.value, tuple(counts), room.totals.tolist(), tensors)
@@ -252,8 +237,7 @@ def each_or_raise(
     """Return this rank's value of ``compute`` and the stacked blocks of all ranks; if one rank fails, all raise.
 
     ``compute`` returns a value and a block (size,), float64 on ``device``, which must not begin with -inf. If it
-    raises, such as out of memory, the rank sends -inf instead, and all agree on the error. The host waits for the
-    blocks.
+    raises, such as out of memory, the rank sends -inf instead, and all agree on the error.
     """
     own_error = None
     try:
@@ -354,10 +338,7 @@ def _pack_header(
 
 
 def _gather_headers(call: str, ranks: ProcessGroup, header: Tensor, room: Room) -> list[list[int]]:
-    """Gather the headers of all ranks into the room, and return each of their four words, a list over the ranks.
-
-    The only place where the host waits for an accelerator.
-    """
+    """Gather the headers of all ranks into the room, and return each of their four words, a list over the ranks."""
     arrived = room.arrived if room.is_on_host else torch.empty_like(room.arrived, device=header.device)
     communicate(call, "the all-gather of the headers", exchange.all_gather_flat, arrived, header, ranks)
     if not room.is_on_host:
@@ -380,9 +361,8 @@ def _hash_of(text: str) -> int:
 def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
     """Return True when ``error``, or what it was raised from, was raised by an agreement of ``ranks`` inside this one.
 
-    All ranks then have that error, and none of them sends another header: a rank that failed earlier in ``bring`` sent
-    its header to the inner agreement. Errors of agreements that started before this one, number ``number``, are
-    ignored: ``error`` may have been raised while one of them was handled.
+    All ranks then have that error, and none of them sends another header. Errors of agreements that started before this
+    one, number ``number``, are ignored: ``error`` may have been raised while one of them was handled.
     """
     link: BaseException | None = error
     seen: set[int] = set()
@@ -404,81 +384,30 @@ class _Report(NamedTuple):
     advice: Mapping[str, str] = {}  # for each fact of state
 
 
-def reporting_ranks(heads: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return the ranks that send a report when the ranks do not agree: the first of each of the first four digests.
-
-    Args:
-        heads: the first words of the headers. If a rank failed, only ranks that failed report. If all digests are
-            equal, the checksums differ, which the headers already show, and no rank reports.
-
-    Returns:
-        The place in the group by digest, in the order of the places.
-    """
-    has_failed = any(head[0] for head in heads)
-    places: dict[int, int] = {}
-    for place, head in enumerate(heads):
-        if bool(head[0]) == has_failed:
-            places.setdefault(head[1], place)
-    return {} if len(places) == 1 and not has_failed else dict(list(places.items())[:_MAX_NAMED])
-
-
-def _exchange_reports(
-    heads: Sequence[Sequence[int]], facts: Mapping[str, object], error: Exception | None, ranks: ProcessGroup
-) -> dict[int, _Report]:
-    """Return the reports of :func:`reporting_ranks` by digest; ``facts`` and ``error`` are those of this rank."""
-    places = reporting_ranks(heads)
-    if not places:
-        return {}
-    own_report = None
-    if ranks.rank() in places.values():
-        reason = None if error is None else (public_class(error).__name__, reason_of(error))
-        texts: dict[str, str] = {}
-        advice: dict[str, str] = {}
-        for name, fact in facts.items():
-            parts: Any = fact.value if isinstance(fact, States) else {name: fact}
-            texts |= {part: _cut(repr(value)) for part, value in parts.items()}
-            if isinstance(fact, State):
-                advice |= dict.fromkeys(parts, fact.advice)
-        own_report = _Report(reason, texts, advice)
+def _exchange_reports(facts: Mapping[str, object], error: Exception | None, ranks: ProcessGroup) -> list[_Report]:
+    """Return the reports of all ranks; ``facts`` and ``error`` are those of this rank."""
+    reason = None if error is None else (public_class(error).__name__, reason_of(error))
+    texts: dict[str, str] = {}
+    advice: dict[str, str] = {}
+    for name, fact in facts.items():
+        parts: Any = fact.value if isinstance(fact, States) else {name: fact}
+        texts |= {part: _cut(repr(value)) for part, value in parts.items()}
+        if isinstance(fact, State):
+            advice |= dict.fromkeys(parts, fact.advice)
     reports: list[Any] = [None] * ranks.size()
-    call, what = repr(facts["call"]), "the exchange of what went wrong"
-    communicate(call, what, dist.all_gather_object, reports, own_report, group=ranks, cause=error)
-    return {key: reports[place] for key, place in places.items()}
+    what, own_report = "the exchange of what went wrong", _Report(reason, texts, advice)
+    communicate(texts["call"], what, dist.all_gather_object, reports, own_report, group=ranks, cause=error)
+    return reports
 
 
-def joint_error(
-    call: str,
-    ranks: list[int],
-    heads: Sequence[Sequence[int]],
-    reports: Mapping[int, _Report],
-    checksum: Checksum | None = None,
-) -> RankError:
-    """Return the error for headers that do not agree, the same on every rank.
-
-    Args:
-        call: name of the call on this rank.
-        ranks: the global ranks.
-        heads: failed, digest, rows and checksum of each rank.
-        reports: those of :func:`reporting_ranks`, by digest.
-        checksum: that of this rank; its name and advice are the same on all ranks.
-    """
-    if any(head[0] for head in heads):
-        reasons = []
-        for rank, head in zip(ranks, heads):
-            report = reports.get(head[1]) if head[0] else None
-            if report is not None and report.reason is not None:
-                reasons.append((rank, report.facts["call"], *report.reason))
-            elif head[0]:
-                reasons.append((rank, "", "", f"{head[1]:016x}"))  # not reported, because the text quotes four others
-        return failure(reasons)
-    if reports:
-        facts = [reports[head[1]].facts if head[1] in reports else None for head in heads]
-        # A fact may be one of some ranks alone.
-        advice = {name: text for report in reports.values() for name, text in report.advice.items()}
-        return disagreement(ranks, facts, advice)
-    name, fix = ("checksum", _SAME_CALLS) if checksum is None else (checksum.name, checksum.advice)
-    contents = [{"call": call, name: f"contents {head[3] & 0xFFFFFFFF:08x}"} for head in heads]
-    return disagreement(ranks, contents, {name: fix})
+def joint_error(ranks: list[int], reports: Sequence[_Report]) -> RankError:
+    """Return the error for headers that do not agree, the same on every of the global ``ranks``, from their reports."""
+    failed = [(rank, one.facts["call"], *one.reason) for rank, one in zip(ranks, reports) if one.reason is not None]
+    if failed:
+        return failure(failed)
+    # A fact may be one of some ranks alone.
+    advice = {name: text for report in reports for name, text in report.advice.items()}
+    return disagreement(ranks, [report.facts for report in reports], advice)
 
 
 def cause_of(error: Exception | None) -> Exception | None:
@@ -523,32 +452,26 @@ def failure(failed: list[tuple[int, str, str, str]]) -> RankError:
 
 
 def disagreement(
-    ranks: list[int], facts: Sequence[Mapping[str, str] | None], advice: Mapping[str, str] | None = None
+    ranks: list[int], facts: Sequence[Mapping[str, str]], advice: Mapping[str, str] | None = None
 ) -> RankError:
     """Return the exception for ranks that disagree. It names the facts, the ranks with each value, and what to do.
 
-    Args:
-        ranks: the global ranks.
-        facts: those of each rank, ``"call"`` among them; None where they are not known.
-        advice: what to do about each fact of state; the other facts are about arguments.
+    ``facts`` are those of each rank, ``"call"`` among them. ``advice`` says what to do about each fact of state; the
+    other facts are about arguments.
     """
-    by_rank = {rank: texts for rank, texts in zip(ranks, facts) if texts is not None}
-    known, unknown = list(by_rank.values()), [rank for rank in ranks if rank not in by_rank]
-    call, keys = known[0]["call"], list(dict.fromkeys(key for texts in known for key in texts))
+    call, keys = facts[0]["call"], list(dict.fromkeys(key for texts in facts for key in texts))
     advice = {"call": f"{_SAME_CALLS} {OTHER_CALLS}", **(advice or {})}
-    if len({texts["call"] for texts in known}) > 1:
+    if len({texts["call"] for texts in facts}) > 1:
         call, keys = "ranks", ["call"]  # different calls have different facts, so only the calls can be compared
-    values = {key: [texts.get(key, "nothing") for texts in known] for key in keys}
+    values = {key: [texts.get(key, "nothing") for texts in facts] for key in keys}
     differing = [key for key in keys if len(set(values[key])) > 1]
     absent = {key for key in differing if key not in advice and "nothing" in values[key]}  # an optional tensor
-    values |= {key: ["given" if key in texts else "None" for texts in known] for key in absent}
+    values |= {key: ["given" if key in texts else "None" for texts in facts] for key in absent}
     advice_of_all = dict.fromkeys(absent, _SAME_PRESENCE) | advice
     parts = []
     for key in differing:
-        named, rest = _by_value(list(by_rank), values[key], "value")
+        named, rest = _by_value(ranks, values[key], "value")
         parts.append(f"{key}: {', '.join([f'{value} on {who}' for value, who in named] + rest)}")
-    if unknown:
-        parts.append(f"others on {_name_ranks(unknown)}")
     fixes = dict.fromkeys(advice_of_all.get(key, _SAME_ARGUMENTS) for key in differing)
     without_gradient = [{value.replace(WITH_GRADIENT, "") for value in values[key]} for key in differing]
     if "gradient" in differing or any(len(distinct) == 1 for distinct in without_gradient):

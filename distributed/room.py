@@ -4,9 +4,8 @@ All ranks must send the same number of bytes in every call, even when they make 
 the group. It changes only after an agreement, by what all ranks then know: it grows to the rows of that call, and
 shrinks when several calls in a row have used at most half of it. Rows that do not fit travel after the header.
 
-A call without rows sends unused bytes, and a call with rows saves a collective. The room shrinks when the unused bytes
-have cost about as much as one collective: after two calls at 64 KiB, four at 32 KiB, eight at 16 KiB or less.
-``python benchmarks/gather.py`` measures both with 2, 3 and 8 processes.
+The room shrinks when the unused bytes have cost about as much as one collective, which ``python benchmarks/gather.py``
+measures: after two calls at 64 KiB, four at 32 KiB, eight at 16 KiB or less.
 
 The block of a rank holds its tensors one after another, each padded to a multiple of 16 bytes, so that every dtype can
 be viewed in place::
@@ -103,18 +102,11 @@ def _kind_of(tensor: Tensor, with_grad: bool) -> object:
 
 
 class Parcel:
-    """The layout of tensors that travel together. Calls that differ only in the values share one parcel.
-
-    Attributes:
-        count: the number of rows of this rank.
-        described: the properties of each tensor that must be equal on all ranks.
-        is_on_host: whether all tensors are on the host.
-        needed: the bytes of the rows of this rank.
-    """
+    """The layout of tensors that travel together. Calls that differ only in the values share one parcel."""
 
     def __init__(self, tensors: Sequence[Tensor | None], group: ProcessGroup) -> None:
         self.count, self.is_on_host = check_rows(tensors), check_devices(tensors, group)
-        self.described = [*map(describe_rows, tensors)]
+        self.described = [*map(describe_rows, tensors)]  # must be equal on all ranks
         self._kinds = [(tensor.dtype, tensor.shape[1:], row_bytes(tensor)) for tensor in tensors if tensor is not None]
         self.needed = self.bytes_of(self.count)
         self._own_views: list[Tensor] | None = None

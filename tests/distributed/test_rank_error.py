@@ -18,28 +18,25 @@ from workers import error_of
 
 import fullrank
 from fullrank.distributed import header
-from fullrank.distributed.header import Checksum, Offer, agree_on, joint_error, reporting_ranks
+from fullrank.distributed.header import Offer, agree_on, joint_error
 from fullrank.errors import RankRuntimeError, RankTypeError, RankValueError, is_from_a_check
 
 # --- the pure functions, for more ranks than a test can start ---------------------------------------------------------
 
 
-def failed(*reasons: str | None) -> tuple[list[list[int]], dict[int, Any]]:
-    """Return the headers of ranks with these reasons, None for a rank without one, and their reports."""
-    heads = [[0, 1, 0, 0] if text is None else [1, header.digest({"reason": text}), 0, 0] for text in reasons]
-    quoted = {word: reasons[place] for word, place in reporting_ranks(heads).items()}
-    return heads, {word: header._Report(("ValueError", text), {"call": "a call"}) for word, text in quoted.items()}
+def text_of(*reports: Any) -> str:
+    return str(joint_error(list(range(len(reports))), reports))
 
 
-def differing(*values: str) -> tuple[list[list[int]], dict[int, Any]]:
-    """Return the headers of ranks that hold these values of a fact, and their reports."""
-    facts = [{"call": "a call", "fact": value} for value in values]
-    heads = [[0, header.digest(held), 0, 0] for held in facts]
-    return heads, {word: header._Report(None, facts[place]) for word, place in reporting_ranks(heads).items()}
+def failed(*reasons: str | None) -> str:
+    """Return the text where ranks have these reasons, None for a rank without one."""
+    given = (None if reason is None else ("ValueError", reason) for reason in reasons)
+    return text_of(*[header._Report(reason, {"call": "a call"}) for reason in given])
 
 
-def text_of(heads: list[list[int]], reports: dict[int, Any], **options: Any) -> str:
-    return str(joint_error("a call", list(range(len(heads))), heads, reports, **options))
+def differing(*values: str) -> str:
+    """Return the text where ranks have these values of a fact."""
+    return text_of(*[header._Report(None, {"call": "a call", "fact": value}) for value in values])
 
 
 @pytest.mark.parametrize(
@@ -52,37 +49,21 @@ def text_of(heads: list[list[int]], reports: dict[int, Any], **options: Any) -> 
     ],
 )
 def test_at_most_four_ranks_are_named(number: int, named: str) -> None:
-    heads, reports = failed(*["bad"] * number)
-    assert reporting_ranks(heads) == {heads[0][1]: 0}
-    assert text_of(heads, reports) == f"a call failed on {named}: bad"
+    assert failed(*["bad"] * number) == f"a call failed on {named}: bad"
 
 
 def test_at_most_four_reasons_are_named() -> None:
-    heads, reports = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
-    assert list(reporting_ranks(heads).values()) == [1, 2, 3, 4]
-    text = text_of(heads, reports)
+    text = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
     assert text.startswith("a call failed on ranks 1, 8, 15, 22 and 143 more: bad 1; ranks 2, 9, 16, 23 and ")
     assert text.endswith("bad 4; and 3 other reasons on ranks 5, 6, 7, 12 and 434 more")
-    heads, reports = failed("a", "b", None, "c", "d")
-    assert text_of(heads, reports) == "a call failed on rank 0: a; rank 1: b; rank 3: c; rank 4: d"
+    assert failed("a", "b", None, "c", "d") == "a call failed on rank 0: a; rank 1: b; rank 3: c; rank 4: d"
 
 
 def test_at_most_four_values_are_named() -> None:
-    heads, reports = differing(*[str(rank % 6) for rank in range(1024)])
-    assert list(reporting_ranks(heads).values()) == [0, 1, 2, 3]
-    text = text_of(heads, reports)
+    text = differing(*[str(rank % 6) for rank in range(1024)])
     assert "got fact: 0 on ranks 0, 6, 12, 18 and 167 more, 1 on ranks " in text
-    assert "; others on ranks 4, 5, 10, 11 and 336 more. Pass the same" in text
-    heads, reports = differing("x", "x", "y", "x")
-    assert "got fact: x on ranks 0, 1, 3, y on rank 2. Pass" in text_of(heads, reports)
-
-
-def test_checksums_that_differ_need_no_report() -> None:
-    heads = [[0, 5, 0, rank % 6] for rank in range(64)]
-    assert reporting_ranks(heads) == {}
-    text = text_of(heads, {}, checksum=Checksum(torch.zeros((), dtype=torch.int64), "queue", "Reset it."))
-    assert "got queue: contents 00000000 on ranks 0, 6, 12, 18 and 7 more, contents 00000001 on " in text
-    assert "and 2 other values on ranks 4, 5, 10, 11 and 16 more. Reset it." in text
+    assert "and 2 other values on ranks 4, 5, 10, 11 and 336 more. Pass the same" in text
+    assert "got fact: x on ranks 0, 1, 3, y on rank 2. Pass" in differing("x", "x", "y", "x")
 
 
 def test_long_texts_are_cut_and_stay_different() -> None:
@@ -157,7 +138,7 @@ def test_several_reasons_on_several_ranks(rank: int, reasons: list[Any], kind: s
     assert type(caught.value).__name__ == kind
     assert len(text) < 2_200
     assert isinstance(caught.value.__cause__, type(None) if reason is None else reason[0])
-    assert sent[-1] < (3_000 if reason is not None and reasons.index(reason) == rank else 10)
+    assert sent[-1] < (200 if reason is None else 3_000)
     assert all(one in (None, LONG) or one[1] in text for one in reasons)
 
 
