@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ class BalancedBatchSampler(BatchSampler):
     """Batches of row indices with a fixed number of rows of each rare class, on every rank and in every batch.
 
     Equal to shuffling the rare rows and the others separately, repeating each shuffle as often as needed, and cutting
-    both into batches. A row occurs twice in one step only if its class has fewer rows than the step requires, and all
-    rare rows are used once before one is used again. An epoch has as many batches as with plain shuffling, so it leaves
-    out some of the other rows; the next epoch leaves out different ones.
+    both into batches. A row occurs twice in one step only if its class has fewer rows than the step requires. An epoch
+    has as many batches as with plain shuffling, so it leaves out some of the other rows, each epoch different ones.
 
     Rare classes are more frequent in the batches than in the data. So the model learns probabilities that are too high,
     and a quantile of a batch is not the quantile of the data. docs/recipes/batches.md measures both.
@@ -38,8 +36,7 @@ class BalancedBatchSampler(BatchSampler):
 
     Distributed:
         Every rank computes the same shuffle, and takes its part. One collective at the start of an epoch, a header,
-        compares what the shuffle depends on. The sampler reads the ranks there too, so you may construct it before the
-        group.
+        compares what the shuffle depends on. You may construct the sampler before the group.
 
     Example:
         >>> targets = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
@@ -68,10 +65,10 @@ class BalancedBatchSampler(BatchSampler):
         rest = batch_size - sum(self.positives.values())
         if rest < 0:
             raise ValueError(expected("positives", f"at most {batch_size} rows, the batch_size", positives))
-        # For each stratum: how many of its rows a batch has, and the indices of all its rows.
-        self._strata = [(count, torch.nonzero(classes == index)[:, 0]) for index, count in self.positives.items()]
+        # How many rows of each stratum a batch has, and the indices of all its rows.
+        strata = [(count, torch.nonzero(classes == index)[:, 0]) for index, count in self.positives.items()]
         is_rest = torch.ones(len(classes), dtype=torch.bool)
-        for (_, rows), index in zip(self._strata, self.positives):
+        for (_, rows), index in zip(strata, self.positives):
             if len(rows) == 0:
                 raise ValueError(expected("targets", f"rows of class {index}", Words("none"), "Ask for another class."))
             is_rest[rows] = False
@@ -80,17 +77,13 @@ class BalancedBatchSampler(BatchSampler):
             if len(others) == 0:
                 fix = f"Ask for {rest} more rows of the classes in positives."
                 raise ValueError(expected("targets", f"rows of other classes, {rest} in a batch", Words("none"), fix))
-            self._strata.append((rest, others))
-
-    def _own_arguments(self) -> dict[str, Any]:
-        return {"positives": str(self.positives)}
-
-    def _classes(self) -> list[Tensor]:
-        return [rows for _, rows in self._strata]
+            strata.append((rest, others))
+        self._counts, self._classes = [count for count, _ in strata], [rows for _, rows in strata]
+        self._own_arguments = {"positives": str(self.positives)}
 
     def _draw(self, length: int, rank: int, world_size: int, generator: torch.Generator) -> Tensor:
         parts = []
-        for count, rows in self._strata:
+        for count, rows in zip(self._counts, self._classes):
             drawn = repeated_shuffles(len(rows), world_size * count, length, generator)
             parts.append(rows[drawn].view(length, world_size, count)[:, rank])
         return torch.cat(parts, dim=1)

@@ -18,12 +18,11 @@ _SAME_PLACE = "Call set_epoch and advance, or load the same state, on every rank
 
 
 class BatchSampler(Sampler[list[int]]):
-    """Base of the samplers: every rank draws the same epoch, and takes its part of each step.
-
-    A subclass draws the rows of the classes, and says in ``_classes`` which rows that depends on.
-    """
+    """Base of the samplers: every rank draws the same epoch, and takes its part of each step."""
 
     _targets = "targets"  # the name of the argument with the class of each row
+    _classes: list[Tensor]  # all that the subclass uses of the targets, int64
+    _own_arguments: dict[str, Any]  # that only the subclass has
 
     def __init__(self, batch_size: int, num_batches: int | None, seed: int, group: Group) -> None:
         self.batch_size = check_count("batch_size", batch_size, 1)
@@ -34,14 +33,6 @@ class BatchSampler(Sampler[list[int]]):
         self._num_skipped = 0  # batches of this epoch that were done when it was started, or its state loaded
         self._is_complete = self._has_warned = False  # all batches of this epoch were drawn; the warning was given
         self._digest: str | None = None  # of the targets, once it is compared or saved
-
-    def _own_arguments(self) -> dict[str, Any]:
-        """Return the arguments that only the subclass has."""
-        raise NotImplementedError
-
-    def _classes(self) -> list[Tensor]:
-        """Return all that the subclass uses of the targets, int64."""
-        raise NotImplementedError
 
     def _draw(self, length: int, rank: int, world_size: int, generator: torch.Generator) -> Tensor:
         """Return the rows (length, batch_size) of this rank; the generator is the same on every rank."""
@@ -69,9 +60,11 @@ class BatchSampler(Sampler[list[int]]):
         """Return an iterator over the batches of this rank, less those done before a restart."""
         rank, world_size = self._rank_and_size()
         if world_size > 1 and get_worker_info() is None:  # the worker processes of a loader are in no group
-            fix = f"Pass the {self._targets} of the whole data set, and the same seed, on every rank: each takes its "
-            same_arguments = f"{fix}own part of every step."
-            facts = {name: State(value, same_arguments) for name, value in self._arguments().items()}
+            fix = (
+                f"Pass the {self._targets} of the whole data set, and the same seed, on every rank: each takes its own "
+                "part of every step."
+            )
+            facts = {name: State(value, fix) for name, value in self._arguments().items()}
             facts |= {"epoch": State(self.epoch, _SAME_PLACE), "batches done": State(self.batches_done, _SAME_PLACE)}
             agree_on(type(self).__name__, resolve_group(self.group), lambda: Offer(None, facts))
         length, self._num_skipped = self._length(world_size), self.batches_done
@@ -87,8 +80,7 @@ class BatchSampler(Sampler[list[int]]):
         batches = self._draw(length, rank, world_size, generator)
         # Shuffle each batch, which may be cut into micro-batches.
         order = torch.rand(length, self.batch_size, generator=generator).argsort(dim=1)
-        batches = batches.gather(1, order)
-        return self._yield_lists(batches[self.batches_done :])
+        return self._yield_lists(batches.gather(1, order)[self.batches_done :])
 
     def _yield_lists(self, batches: Tensor) -> Iterator[list[int]]:
         for batch in batches:
@@ -104,10 +96,8 @@ class BatchSampler(Sampler[list[int]]):
     def advance(self) -> None:
         """Count a batch as done; call it after each optimizer step if you save checkpoints within an epoch.
 
-        A loader asks for batches before the model has trained on them, so the sampler does not count by itself.
-
-        Raises:
-            RuntimeError: when all batches of the epoch are done. :meth:`set_epoch` starts the next one.
+        A loader asks for batches before the model has trained on them, so the sampler does not count by itself. It
+        raises RuntimeError when all batches of the epoch are done.
         """
         length = self._length(self._rank_and_size()[1])
         if self.batches_done >= length:
@@ -120,15 +110,12 @@ class BatchSampler(Sampler[list[int]]):
         """Return what the order of an epoch depends on, besides its number and the ranks."""
         if self._digest is None:
             digest = hashlib.blake2b(str(self.num_rows).encode(), digest_size=8)
-            for rows in self._classes():
+            for rows in self._classes:
                 digest.update(str(len(rows)).encode())
                 digest.update(rows.numpy().tobytes())
             self._digest = digest.hexdigest()
-        names = ("seed", "batch_size", "num_batches")
-        return {name: getattr(self, name) for name in names} | {
-            **self._own_arguments(),
-            self._targets: f"{self.num_rows} rows, digest {self._digest}",
-        }
+        shared = {name: getattr(self, name) for name in ("seed", "batch_size", "num_batches")}
+        return {**shared, **self._own_arguments, self._targets: f"{self.num_rows} rows, digest {self._digest}"}
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, batches done and number of ranks; for comparison also arguments and a digest of the targets."""
@@ -139,8 +126,8 @@ class BatchSampler(Sampler[list[int]]):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: when the sampler that was saved had other arguments or targets; when it was within an epoch on
-                another number of ranks, whose batches differ; when it had done more batches than an epoch has.
+            ValueError: for the state of a sampler with other arguments or targets; within an epoch on another number of
+                ranks, whose batches differ; and for more batches than an epoch has.
         """
         world_size = self._rank_and_size()[1]
         for name, value in self._arguments().items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,8 @@ class MPerClassSampler(BatchSampler):
         labels: (N,) or (N, 1), the class of each row of the whole data set, on every rank; ints, bools, whole floats.
         m: rows of each class in a batch, at least 2.
         batch_size: rows of a batch, on each rank; a multiple of m.
-        num_batches: batches of an epoch, on each rank; None is ``N // (batch_size * world_size)``, and at least 1. N
-            counts the rows that are not ignored.
-        seed: the same on every rank. The order of an epoch depends only on the seed and the number of the epoch.
-        group: process group or device mesh of the data-parallel ranks; None for the default group, if there is one.
+        num_batches, seed, group: those of :class:`BalancedBatchSampler`; N counts the rows that are not ignored.
         ignore_index: rows with this label are never drawn.
-
-    Shape:
-        labels (N,) or (N, 1); each batch is a list of ``batch_size`` indices.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, for fewer than ``batch_size / m`` classes, and if no class
@@ -89,12 +82,7 @@ class MPerClassSampler(BatchSampler):
         self.num_rows = len(kept)
         self._rows = kept[classes[kept].argsort(stable=True)]  # those of the first class, of the second, ...
         self._counts = counts
-
-    def _own_arguments(self) -> dict[str, Any]:
-        return {"m": self.m}
-
-    def _classes(self) -> list[Tensor]:
-        return [self._rows, self._counts]
+        self._own_arguments, self._classes = {"m": m}, [self._rows, counts]
 
     def _draw(self, length: int, rank: int, world_size: int, generator: torch.Generator) -> Tensor:
         num_classes, per_batch = len(self._counts), self.batch_size // self.m

@@ -15,8 +15,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[int]):
     """A ``DistributedSampler`` that repeats no row: ranks may get one row fewer than others, or none.
 
     torch's sampler repeats the first rows until all ranks have equally many, so a metric over all ranks counts these
-    twice. The metrics of this package and of torchmetrics take uneven numbers. Use it for evaluation: in a training the
-    ranks would run different numbers of steps.
+    twice. Use it for evaluation: in a training the ranks would run different numbers of steps.
 
     Args:
         dataset: the data set, or its length.

@@ -24,8 +24,8 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
 
     Equal to ``itertools.chain(loader, itertools.repeat(empty, n))``, where the longest loader has n batches more. If
     processes take different numbers of steps, those with more steps hang in a collective that the others never join.
-    With this iterable all processes take the same number. The losses of this package accept batches without rows, and
-    their gradient remains that of one process with the rows of all; torch's losses return NaN for them.
+    The losses of this package accept batches without rows, and their gradient remains that of one process with the rows
+    of all; torch's losses return NaN for them.
 
     Args:
         loader: gives the batches of this process; iterated again in each epoch.
@@ -42,10 +42,9 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
         RankError: on every rank, when the loader of a process raises, or when a process has nothing to yield.
 
     Distributed:
-        One collective, a header, before each step, and one at the end. They are exchanged even if the lengths of the
-        loaders are known, so that every rank raises an error in one loader. Models that do not accept a batch without
-        rows, such as ``torch.nn.BatchNorm1d`` in training mode, cannot use this. One process iterates the loader as it
-        is.
+        One collective, a header, before each step, and one at the end, so that every rank raises an error in one
+        loader. Models that do not accept a batch without rows, such as ``torch.nn.BatchNorm1d`` in training mode,
+        cannot use this. One process iterates the loader as it is.
 
     Example:
         >>> import torch
@@ -70,14 +69,13 @@ class _UntilAllEnd(Generic[T]):
             yield from self.loader
             return
         batches: Iterator[T] | None = None
-        has_ended = False
 
         def bring() -> Offer[Any]:
-            nonlocal batches, has_ended
+            nonlocal batches
             batches = iter(self.loader) if batches is None else batches
-            batch = _END if has_ended else next(batches, _END)
+            batch = next(batches, _END)
             if batch is _END:
-                has_ended = True
+                batches = iter(())
                 empty = self._empty_batch if self.empty is None else self.empty
                 return Offer(copy.deepcopy(empty), totals=(0.0, float(empty is None)))  # a loop may change its batches
             if self.empty is None:
