@@ -1,7 +1,4 @@
-"""Exception classes, the wording of errors and warnings, checks of plain arguments, and a guard for backwards.
-
-The guard, :func:`first_order_only`, is for a backward that has no second derivative.
-"""
+"""Exception classes, the wording of errors and warnings, checks of plain arguments, and a guard for backwards."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor
 
 _MAX_LENGTH = 200  # characters of a value that a message quotes
-_LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of float32
+_LEAST_TEMPERATURE = 2.0**-126  # the smallest normal number of float32: the inverse of a smaller one may be infinite
 
 # A warning points at the caller, the first line outside of these packages.
 _CALLED_PACKAGES = (__name__.partition(".")[0], "torch", "torchmetrics")
@@ -26,14 +23,11 @@ class RankError(Exception):
     """An error that every rank of a group has raised, with the same class and text.
 
     A rank has failed a check, or the ranks disagree. The text names the ranks and the reasons, at most four of each.
-    The error is a :class:`RankValueError`, a :class:`RankTypeError` or a :class:`RankRuntimeError`, which are also a
-    ValueError, a TypeError and a RuntimeError. All ranks can continue after it, because none of them is left waiting.
-
-    A collective that fails because a rank has died raises a plain RuntimeError, and not necessarily on every rank.
+    All ranks can continue after it. A collective that fails because a rank has died raises a plain RuntimeError, and
+    not necessarily on every rank.
     """
 
-    # The agreement that raised it: the id of the group, and the number of the agreement in this process.
-    agreement: tuple[int, int] | None = None
+    agreement: tuple[int, int] | None = None  # that raised it: id of the group, number of the agreement in this process
 
 
 class RankValueError(RankError, ValueError):
@@ -110,16 +104,14 @@ def check_number(name: str, value: float) -> float:
 
 def check_between(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
     """Return ``value`` unchanged, or raise unless it is a number in [low, high]; ``above`` excludes ``low`` itself."""
-    check_number(name, value)
-    if not low <= value <= high or (above and value == low):
+    if not low <= check_number(name, value) <= high or (above and value == low):
         raise ValueError(expected(name, f"a number in {'(' if above else '['}{low}, {high}]", value))
     return value
 
 
 def check_share(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a number strictly between 0 and 1."""
-    check_number(name, value)
-    if not 0 < value < 1:
+    if not 0 < check_number(name, value) < 1:
         raise ValueError(expected(name, "a number strictly between 0 and 1", value, of_percent(value)))
     return value
 
@@ -131,20 +123,16 @@ def of_percent(value: float) -> str:
 
 def check_positive(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise when it is not a finite number > 0."""
-    check_number(name, value)
-    if not 0 < value < math.inf:  # not math.isfinite, which torch.compile does not trace
+    if not 0 < check_number(name, value) < math.inf:  # not math.isfinite, which torch.compile does not trace
         raise ValueError(expected(name, "a finite number > 0", value))
     return value
 
 
 def check_temperature(temperature: float | None, automatic: bool = False, *, name: str = "temperature") -> float | None:
-    """Return ``temperature`` unchanged. Raise unless it is a finite number > 0, or None and ``automatic``.
-
-    It must be a normal number of float32: the inverse of a smaller one may be infinite, and the gradient NaN.
-    """
+    """Return ``temperature`` unchanged, or raise unless it is a finite normal number > 0, or None and ``automatic``."""
+    if temperature is None and automatic:
+        return None
     if temperature is None:
-        if automatic:
-            return None
         fix = "This loss has no automatic temperature: pass a number > 0."
         raise TypeError(expected(name, "a number", temperature, fix))
     if check_positive(name, temperature) < _LEAST_TEMPERATURE:
@@ -199,14 +187,11 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def first_order_only(backward: Backward) -> Backward:
     """Make a second derivative through the gradients that ``backward`` returns raise RuntimeError.
 
-    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient itself requires a gradient. The
-    incoming gradient of a loss is a constant, so the returned gradients would be constants, and a gradient penalty
-    would silently add nothing.
+    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient requires a gradient. That of a
+    loss is a constant, so a gradient penalty would silently add nothing.
 
-    The returned gradients are connected to the saved tensors that require a gradient. If these are inputs, or depend on
-    inputs, a second derivative with respect to any input raises. Otherwise autograd says that the inputs are unused. A
-    function that saves no inputs, because they may change in place, lists them as ``ctx.witnesses`` instead.
-    ``ctx.call`` names the call in the message.
+    The returned gradients are connected to the saved tensors that require a gradient, or to ``ctx.witnesses`` of a
+    function that saves no inputs because they may change in place. ``ctx.call`` names the call in the message.
     """
 
     @functools.wraps(backward)

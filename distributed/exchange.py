@@ -193,21 +193,18 @@ def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
 
 
 def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[int]) -> Tensor:
-    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block."""
+    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block.
+
+    Always a copy, in one kernel up to a hundred ranks: callers may change the rows in place.
+    """
     if not row_bytes(like):
         return like.new_empty(sum(counts), *like.shape[1:])
     shape = len(counts), max(counts), *like.shape[1:]
     blocks = gathered.view(like.dtype).view(len(counts), -1)[:, offset // like.element_size() :]
     blocks = blocks[:, : math.prod(shape[1:])].view(shape)
-    return joined([block[:count] for block, count in zip(blocks.unbind(), counts)])
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all ``parts`` in their dtype, a copy, because callers may change it in place.
-
-    Autograd refuses to change a view that a function returned. Autocast to bfloat16 would refuse float16.
-    """
-    kind = parts[0].device.type
+    parts, kind = [block[:count] for block, count in zip(blocks.unbind(), counts)], gathered.device.type
+    # Not a view of the rows joined flat: autograd refuses changes in place of a view that a function returned. Autocast
+    # to bfloat16 refuses to join float16.
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         return torch.cat(parts)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import numpy
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .exchange import check_devices, check_rows, describe_rows, joined, round_up, row_bytes
+from .exchange import check_devices, check_rows, describe_rows, round_up, row_bytes
 from .group import backend_by_device
 
 MAX_SIZE = 2**16  # bytes that a rank sends
@@ -132,7 +133,8 @@ class Parcel:
             blocks = room.arrived.chunk(len(counts))
             self._views = [*zip(*(self._views_of(block, count) for block, count in zip(blocks, counts)))]
             self._counts = counts
-        return [*map(joined, self._views)]
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            return [*map(torch.cat, self._views)]  # which autocast to bfloat16 refuses for float16
 
     @torch.inference_mode(False)  # the views are kept for calls outside of it
     def _views_of(self, block: Tensor, count: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
-from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_entries, local_gradient
+from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_distinct, local_gradient
 from .torch_private import copy_each_, fsdp_groups
 
 CALL = "all_reduce_grads_"
@@ -140,7 +140,7 @@ def distinct_entries(parameters: Any) -> list[Entry]:
     if isinstance(parameters, nn.Module):
         both = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]
         parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in both)]
-    entries = list_entries(parameters)
+    entries = list(map(Entry._make, list_distinct(parameters)))
     for entry in entries:
         if not isinstance(entry.parameter, Tensor):
             check_parameter(entry)
@@ -175,10 +175,9 @@ def list_summands(parameters: Any) -> list[Summand]:
     return summands
 
 
+@torch.no_grad()  # then to_local() of a DTensor returns its own memory
 def _local_memory(tensor: Tensor) -> Tensor:
-    # With gradients disabled, to_local() of a DTensor returns its own memory.
-    with torch.no_grad():
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
@@ -233,17 +232,18 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
             created[index] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             local_grad = _local_memory(created[index])
         tensors.append(local_grad)
+    what = CALL, "an all-reduce of gradients", dist.all_reduce
     for bucket in buckets(tensors):
         first, staged = bucket[0], is_staged(bucket[0], group)
         dtype = torch.promote_types(first.dtype, torch.float32)
         if len(bucket) == 1 and first.dtype == dtype and first.is_contiguous() and not staged:
-            _all_reduce(first, group)
+            communicate(*what, first, group=group)
             continue
         sizes = [tensor.numel() for tensor in bucket]
         flat = torch.empty(sum(sizes), dtype=dtype, device="cpu" if staged else first.device)
         parts = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), bucket)]
         copy_each_(parts, bucket)
-        _all_reduce(flat, group)
+        communicate(*what, flat, group=group)
         copy_each_(bucket, parts)
     for index, grad in created.items():
         summands[index].parameter.grad = grad
@@ -257,16 +257,10 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        kind = tensor.device, tensor.dtype
-        size = tensor.numel() * torch.promote_types(tensor.dtype, torch.float32).itemsize
+        kind, size = (tensor.device, tensor.dtype), tensor.numel() * max(4, tensor.itemsize)
         if kind in filling and sizes[kind] + size > BUCKET_BYTES:
             yield filling.pop(kind)
         sizes[kind] = size + (sizes[kind] if kind in filling else 0)
-        filling.setdefault(kind, []).append(tensor)
+        if size:
+            filling.setdefault(kind, []).append(tensor)
     yield from filling.values()
-
-
-def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    communicate(CALL, "an all-reduce of gradients", dist.all_reduce, tensor, group=group)

@@ -72,9 +72,9 @@ def total_grad_norm(
 
     .. math:: \|g\|_p = \Bigl(\sum_\theta \sum_{i \in \theta} |g_i|^p\Bigr)^{1/p}
 
-    over the parameters :math:`\theta` and their distinct elements i: shards are added, copies count once. In each mesh
-    dimension, Replicate means copies, Partial gradients are reduced first, and every other placement means shards. A
-    plain tensor is whole, unless ``shard_groups`` names groups for it. A parameter listed twice counts once.
+    over the parameters :math:`\theta` and their distinct elements i. In each mesh dimension, Replicate means copies,
+    which count once, Partial gradients are reduced first, and every other placement means shards. A plain tensor is
+    whole, unless ``shard_groups`` names groups for it. A parameter listed twice counts once.
 
     Args:
         parameters: a Module, a tensor, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same
@@ -105,8 +105,7 @@ def total_grad_norm(
     Distributed:
         One all-gather of 128 bytes per distinct process group. A gradient that is not placed as its parameter is
         redistributed by further collectives. If the norms travel over the CPU, or with ``error_if_nonfinite``, an error
-        of one rank is raised on all. Otherwise the other ranks get NaN, because reading the flag would wait for the
-        device.
+        of one rank is raised on all. Otherwise the other ranks get NaN.
 
     Example:
         >>> import torch
@@ -142,13 +141,10 @@ def clip_grad_norm_(
     ``scaler.unscale_``, and before the optimizer step.
 
     Args:
-        parameters: see :func:`total_grad_norm`.
+        parameters, norm_type, shard_groups, across: see :func:`total_grad_norm`.
         max_norm: the largest norm, >= 0. With None or inf the gradients are only measured.
-        norm_type: p > 0, or inf.
         error_if_nonfinite: raise on every rank, before any gradient changes, when the norm is inf or NaN.
         foreach: multiply all gradients in few kernels (True) or one by one (False); None decides by their types.
-        shard_groups: see :func:`total_grad_norm`.
-        across: see :func:`total_grad_norm`.
 
     Returns:
         The norm before clipping; see :func:`total_grad_norm`.

@@ -49,11 +49,6 @@ def list_distinct(parameters: Any) -> list[tuple[Label, Any]]:
     return list(distinct.values())
 
 
-def list_entries(parameters: Any) -> list[Entry]:
-    """Return what :func:`list_distinct` does, as entries."""
-    return list(map(Entry._make, list_distinct(parameters)))
-
-
 def check_parameter(entry: Entry) -> None:
     """Raise TypeError when ``entry`` is not a parameter."""
     if not isinstance(entry.parameter, Tensor):

@@ -34,6 +34,10 @@ class FsdpGroup:
 
     def __init__(self, state: Any, ids: set[int], module: Any) -> None:
         self.state, self.module, self._ids = state, module, ids
+        sizes = [getattr(state.mesh_info, f"{kind}_mesh_size", None) for kind in ("shard", "replicate")]
+        self.is_hybrid = None not in sizes  # both shards and replicas
+        self.is_sharded = (sizes[0] or 1) > 1  # a forward has to gather the parameters from other ranks
+        self.num_ranks = (sizes[0] or 1) * (sizes[1] or 1)  # that the gradients are reduced over
 
     @property
     def switches(self) -> tuple[bool, bool]:
@@ -49,23 +53,6 @@ class FsdpGroup:
         """The number by which FSDP2 divides a reduced gradient."""
         factor = self.state.gradient_divide_factor
         return float(self.num_ranks if factor is None else factor)
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that the gradients are reduced over: shards times replicas."""
-        info = self.state.mesh_info
-        return int(getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1))
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward has to gather the parameters from other ranks."""
-        return bool(getattr(self.state.mesh_info, "shard_mesh_size", 1) > 1)
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether there are both shards and replicas."""
-        info = self.state.mesh_info
-        return hasattr(info, "shard_mesh_size") and hasattr(info, "replicate_mesh_size")
 
     @property
     def has_hook(self) -> bool:

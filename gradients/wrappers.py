@@ -52,9 +52,7 @@ class GradientSync(NamedTuple):
     @property
     def kind(self) -> str:
         """What wraps the model, for messages and for the comparison between ranks."""
-        kinds = set()
-        for module in self.ddp:
-            kinds.add(f"DDP over {dist.get_world_size(module.process_group)} ranks")
+        kinds = {f"DDP over {dist.get_world_size(module.process_group)} ranks" for module in self.ddp}
         for group in self.fsdp:
             name = "HSDP" if group.is_hybrid else "FSDP2" if group.is_sharded else "replicas"
             kinds.add(f"{name} over {group.num_ranks} ranks")
@@ -63,11 +61,8 @@ class GradientSync(NamedTuple):
     @property
     def multiplier(self) -> float:
         """The number that every gradient is divided by; ValueError when there are several."""
-        divisors = set()
-        for module in self.ddp:
-            divisors.add(float(dist.get_world_size(module.process_group)))
-        for group in self.fsdp:
-            divisors.add(group.divisor)
+        divisors = {float(dist.get_world_size(module.process_group)) for module in self.ddp}
+        divisors |= {group.divisor for group in self.fsdp}
         if len(divisors) > 1:
             fix = "Call sum_gradients_(model) once: every FSDP module, experts included, then adds its gradients."
             if self.ddp:
@@ -102,14 +97,9 @@ class GradientSync(NamedTuple):
 
     def _largest_groups(self) -> dict[tuple[int, ...], ProcessGroup | FsdpGroup]:
         """Return the largest of the groups that gradients are reduced over, keyed by their ranks."""
-        groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {}
-        for group in self.fsdp:
-            groups[tuple(group.ranks())] = group
-        for module in self.ddp:
-            groups[tuple(group_ranks(module.process_group))] = module.process_group
-        if len(groups) < 2:
-            return groups
-        largest = max(map(len, groups))
+        groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {tuple(group.ranks()): group for group in self.fsdp}
+        groups |= {tuple(group_ranks(module.process_group)): module.process_group for module in self.ddp}
+        largest = max(map(len, groups), default=0)
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
@@ -149,11 +139,7 @@ class GradientSync(NamedTuple):
             raise ValueError(expected("model", what, got, fix))
 
     def check_wrapped(self, *, others_reduce: bool, fix: str) -> None:
-        """Raise ValueError for a model without wrappers on several ranks, unless others reduce its gradients.
-
-        DDP leaves no mark on its parameters, so ``ddp.module`` looks like a model without wrappers. Its gradients would
-        be divided by the number of ranks.
-        """
+        """Raise ValueError for a model without wrappers, such as ``ddp.module``, unless others reduce its gradients."""
         if self.unwrapped is None or others_reduce or not is_initialized() or dist.get_world_size() == 1:
             return
         number = sum(parameter.requires_grad for parameter in self.unwrapped.parameters())
@@ -170,10 +156,7 @@ class GradientSync(NamedTuple):
             raise ValueError(expected("model", what, got, advice))
 
     def check_managed(self, *, others_reduce: bool, multiplier: float | None = None) -> None:
-        """Raise ValueError when gradients would stay unreduced, or would be too large after others add them.
-
-        With ``others_reduce`` the caller adds the gradients that no wrapper reduces; it may set a ``multiplier``.
-        """
+        """Raise ValueError when gradients would stay unreduced, or would be too large after others add them."""
         if not self.unmanaged:
             return
         got = f"{shorten(self.unmanaged)} in none of them"
@@ -229,9 +212,9 @@ class GradientSync(NamedTuple):
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[float]) -> None:
         """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would.
 
-        Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward with
-        gradients but without a backward makes DDP reduce in the next backward even when that is switched off. We cannot
-        tell such a forward from others, so after any forward on any rank all ranks reset DDP.
+        Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward
+        without a backward makes DDP reduce in the next backward even when that is switched off. We cannot tell such a
+        forward from others, so after any forward on any rank all ranks reset DDP.
         """
         in_header = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
@@ -253,10 +236,7 @@ class GradientSync(NamedTuple):
         self.watch_forwards(broadcasts=False)
 
     def watch_forwards(self, *, broadcasts: bool | None = None) -> None:
-        """Restart :attr:`forwards_seen`.
-
-        ``broadcasts`` sets whether the next forward broadcasts buffers, as it does after a backward that has reduced.
-        """
+        """Restart :attr:`forwards_seen`; ``broadcasts`` sets whether the next forward broadcasts buffers."""
         for module in self.ddp:
             torch_private.watch_forward(module, broadcasts)
 
@@ -278,11 +258,9 @@ class GradientSync(NamedTuple):
         return State(Words("some" if has_forward else "none"), _SAME_FORWARDS)
 
     def unprepared(self, losses: Iterable[Tensor], used: Sequence[bool]) -> list[DistributedDataParallel]:
-        """Return the DDP modules that the backward of ``losses`` reaches without reducing their gradients.
+        """Return the DDP modules that the backward of ``losses`` reaches without a forward of DDP, so does not reduce.
 
-        DDP reduces in the next backward after a forward of its own. After a forward of ``ddp.module`` it does not, and
-        the gradients would be those of this rank only, without any sign of it. ``used`` says for each DDP module
-        whether it has gradients of earlier micro-batches that this backward reduces.
+        ``used`` says for each DDP module whether it has gradients of earlier micro-batches that this backward reduces.
         """
         modules = []
         for index, (module, has_run) in enumerate(zip(self.ddp, self.forwards_seen)):
@@ -299,7 +277,7 @@ class GradientSync(NamedTuple):
         """Raise ValueError when the backward of ``losses`` would skip the reduction of a wrapper.
 
         With ``others_prepare`` the code that runs the forward may still prepare the reduction, as ``manual_backward``
-        of Lightning does. The method returns the DDP modules for which that code must do so.
+        of Lightning does, for the DDP modules that are returned.
         """
         if not (self.ddp or self.fsdp):
             return []
@@ -312,20 +290,14 @@ class GradientSync(NamedTuple):
         return modules
 
     def forget_forwards(self) -> None:
-        """Reset the wrappers after forwards without a backward, so that a later backward of their losses is refused.
-
-        Call it on every rank: the next forward of DDP broadcasts on all of them, whatever they have run.
-        """
+        """Reset the wrappers on every rank after forwards without a backward: one of their losses is then refused."""
         for module in self.ddp:
             torch_private.forget_forward(module)
         self.watch_forwards(broadcasts=True)
         self.reshard()
 
     def reshard(self) -> None:
-        """Free the whole parameters that remain after a forward of FSDP2 without a backward.
-
-        Only a backward reshards. Otherwise a forward after the next optimizer step would use the old parameters.
-        """
+        """Free the whole parameters that a forward of FSDP2 without a backward leaves: the next step outdates them."""
         for module in self.fsdp_modules:
             module.reshard()
 
@@ -344,10 +316,9 @@ def shorten(names: list[str]) -> str:
 
 
 def find_sync(model: nn.Module) -> GradientSync:
-    """Return the wrappers that manage parameters of ``model``; TypeError or ValueError for an unsupported model.
+    """Return the wrappers that manage parameters of ``model``, with FSDP2 also those around a part of a wrapped model.
 
-    They are the model itself and modules inside it, and with FSDP2 also modules around it, if ``model`` is a part of a
-    wrapped model.
+    Raises TypeError or ValueError for an unsupported model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
@@ -361,11 +332,8 @@ def find_sync(model: nn.Module) -> GradientSync:
             "gradient_accumulation_steps=1, and larger micro-batches."
         )
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
-    ddp, fsdp, shares_statistics = [], torch_private.fsdp_groups(model), False
-    for module in inside:
-        shares_statistics |= isinstance(module, nn.SyncBatchNorm)
-        if isinstance(module, DistributedDataParallel):
-            ddp.append(module)
+    ddp, fsdp = [one for one in inside if isinstance(one, DistributedDataParallel)], torch_private.fsdp_groups(model)
+    shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
     if not (ddp or fsdp):
         return GradientSync([], [], [], [], shares_statistics, model)
     fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *map(attrgetter("module"), fsdp)])

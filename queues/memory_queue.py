@@ -124,7 +124,8 @@ class MemoryQueue(SavedState):
         """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
         if self._checksum.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
-        self._hash_stored()
+        if self._num_hashed < self._num_enqueued:
+            self._hash_stored([rows if place in self._written else None for place, rows in enumerate(self._ring)])
         return self._checksum
 
     @property
@@ -192,23 +193,22 @@ class MemoryQueue(SavedState):
             if not logits.is_cpu or not index.all():
                 rows = [None if new is None else new[index] for new in rows]
         count = len(rows[0])
+        self._written.update(place for place, new in enumerate(rows) if new is not None)
+        ring: list[Any] = [rows if place in self._written else None for place, rows in enumerate(self._ring)]
+        ring = [rows.numpy() if rows is not None and rows.is_cpu else rows for rows in ring]
         if self._num_enqueued - self._num_hashed + count > self.capacity:
-            self._hash_stored()  # before they are replaced
-        if num_passed := max(0, count - self.capacity):  # rows that others of the same call replace
-            passed = [None if new is None else new[:num_passed] for new in rows]
-            self._hash(*passed)
+            self._hash_stored(ring)  # before they are replaced
+        num_passed = max(0, count - self.capacity)  # rows that others of the same call replace
+        if num_passed:
+            self._hash(*rows)
             rows = [None if new is None else new[num_passed:] for new in rows]
-        start = (self._pointer + num_passed) % self.capacity
-        head = min(count - num_passed, self.capacity - start)
-        pieces = [(slice(start, start + head), slice(head))]
-        if head < count - num_passed:
-            pieces.append((slice(count - num_passed - head), slice(head, None)))
-        for place, (stored, new) in enumerate(zip(self._ring, rows)):
-            if new is None and place not in self._written:
+        start, number = (self._pointer + num_passed) % self.capacity, count - num_passed
+        head = min(number, self.capacity - start)  # what is beyond the head goes to the start
+        pieces = [(slice(start, start + head), slice(head)), (slice(number - head), slice(head, None))]
+        for stored, memory, new in zip(self._ring, ring, rows):
+            if memory is None:
                 continue  # it holds the default everywhere
-            self._written.add(place)
-            memory = as_memory(stored)
-            for there, here in pieces:
+            for there, here in pieces[: 1 + (head < number)]:
                 if undo is not None:
                     undo.callback(stored.__setitem__, there, stored[there].clone())
                 memory[there] = 1 if new is None else new[here]
@@ -235,11 +235,12 @@ class MemoryQueue(SavedState):
         if ring.logits.is_meta:
             self._allocate(device, dtype)  # nothing was stored on the meta device
         if (device, dtype, weight_dtype) != (ring.logits.device, ring.logits.dtype, ring.sample_weight.dtype):
-            self._hash_stored()
             self._move_to(device, dtype, weight_dtype)
-        given = zip((logits, targets, iid_mask, sample_weight), self._ring)
-        rows = [None if new is None else new.detach().to(stored) for new, stored in given]
-        return [None if new is None else as_memory(new.resolve_neg()) for new in rows]
+        rows: list[Any] = [logits, targets, iid_mask, sample_weight]
+        for place, (new, stored) in enumerate(zip(rows, self._ring)):
+            if new is not None and (new.device, new.dtype) != (stored.device, stored.dtype):
+                rows[place] = new.detach().to(stored)
+        return [new if new is None else new.numpy(force=True) if new.is_cpu else new.detach() for new in rows]
 
     def wanted(self, logits: Any, targets: Any) -> Any:
         """Return (N,) bool: the rows that :meth:`enqueue` would store. Takes tensors or arrays."""
@@ -255,14 +256,19 @@ class MemoryQueue(SavedState):
             (logits - logits)[:, 0] == is_out if isinstance(logits, Tensor) else numpy.isfinite(logits)[:, 0] > is_out
         )
 
-    def _hash_stored(self) -> None:
-        """Add the rows to the checksum that were stored after it was last read."""
+    def _hash_stored(self, ring: list[Any]) -> None:
+        """Add the rows to the checksum that were stored after it was last read; None stands for a tensor of ones."""
+        ring = [rows.numpy() if isinstance(rows, Tensor) and rows.is_cpu else rows for rows in ring]
         number = self._num_enqueued - self._num_hashed
-        first = (self._pointer - number) % max(1, self.capacity)
-        for start, end in ((first, min(first + number, self.capacity)), (0, first + number - self.capacity)):
-            if end > start:
-                stored = [rows if place in self._written else None for place, rows in enumerate(self._ring)]
-                self._hash(*[None if rows is None else as_memory(rows)[start:end] for rows in stored])
+        first = (self._pointer - number) % self.capacity
+        if number and first + number <= self.capacity:
+            self._hash(*[None if rows is None else rows[first : first + number] for rows in ring])
+        elif number:  # they continue at the start of the ring
+            join, end = (
+                numpy.concatenate if self._checksum.is_cpu else torch.concatenate,
+                first + number - self.capacity,
+            )
+            self._hash(*[None if rows is None else join([rows[first:], rows[:end]]) for rows in ring])
 
     @torch.inference_mode(False)
     def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> None:
@@ -290,10 +296,12 @@ class MemoryQueue(SavedState):
             words[row] = extra[place]
         start = self._num_hashed + _MIX[2]
         words[-1] = library.arange(start, start + count, **options)
-        mixed = _mix_bits(words)
+        for factor in _MIX[:2]:
+            words *= factor
+            words ^= words >> 32
         one = 1023 << 52 if bits is library.int64 else 127 << 23  # the bits of the number
         factors, constant = _column_factors(width + 2, present, one, None if library is numpy else logits.device)
-        total = (((mixed[:-1] * factors).sum(0) + constant) * (mixed[-1] | 1)).sum()
+        total = (((words[:-1] * factors).sum(0) + constant) * (words[-1] | 1)).sum()
         vars(self).update(_checksum=self._checksum + total, _num_hashed=self._num_hashed + count)
 
     @not_compiled
@@ -317,10 +325,10 @@ class MemoryQueue(SavedState):
 
     @torch.inference_mode(False)
     def _move_to(self, device: torch.device, *dtypes: torch.dtype) -> None:
+        self._checksum = self.checksum.to(device)
         logits, targets, iid, weight = [tensor.to(device) for tensor in self._ring]
         dtype, weight_dtype = dtypes or (logits.dtype, weight.dtype)
         self._ring = QueueRows(logits.to(dtype), targets, iid, weight.to(weight_dtype))
-        self._checksum = self._checksum.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
         # Only the device of the conversion applies, because to(bfloat16) must not round the stored rows.
@@ -398,11 +406,6 @@ class MemoryQueue(SavedState):
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
         return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
-
-
-def as_memory(tensor: Tensor) -> Any:
-    """Return the memory of ``tensor``, on the CPU as an array: operations on few rows then take a third of the time."""
-    return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def _require(is_right: bool, name: str, what: str, value: object) -> None:
