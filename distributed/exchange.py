@@ -3,11 +3,9 @@
 Every rank makes the same exchanges in the same order, of the same sizes. Which ones it makes may depend only on what is
 equal on all ranks: the headers and the results of earlier exchanges.
 
-A few rows travel with the header, in :mod:`~fullrank.distributed.room`. This module moves all others.
-
-Rows that belong together are packed into one block of bytes, so that one collective gathers them all. The block of a
-rank holds its tensors one after another. Each is padded to the largest row count of any rank, and to a multiple of 16
-bytes, so that every dtype can be viewed in place on arrival::
+A few rows travel with the header, in :mod:`~fullrank.distributed.room`. All others that belong together are packed into
+one block of bytes, for one collective. Each tensor is padded to the largest row count of any rank, and to a multiple of
+16 bytes, so that every dtype can be viewed in place on arrival::
 
     | tensor 0: rows, padding | tensor 1: rows, padding | ...
 

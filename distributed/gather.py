@@ -50,8 +50,7 @@ class _GatherRows(torch.autograd.Function):
     ======== ================ =============================================
 
     The inputs are the tensors that require a gradient. The outputs were gathered before the call. The local form needs
-    no communication, because every rank computes the same loss and therefore the same dy. A second derivative would
-    multiply by k twice, so it raises.
+    no communication, because every rank computes the same dy. A second derivative would multiply by k twice: it raises.
     """
 
     @staticmethod
@@ -95,10 +94,7 @@ def gather_agreed(
     gradient_reduction: str | int = "mean",
     backward: Literal["local", "reduce_scatter"] = "local",
 ) -> Agreement[T]:
-    """Agree as :func:`agree_on` does, and gather the tensors: one header and at most one payload.
-
-    ``gradient_reduction`` and ``backward`` are those of :func:`all_gather_with_grad`.
-    """
+    """Agree as :func:`agree_on` does, and gather the tensors: one header and at most one payload."""
     agreed = agree_on(call, group, bring)
     agreed.tensors = gather_after(call, group, agreed, gradient_reduction, backward)
     return agreed
@@ -140,9 +136,7 @@ def gather_rows(
     Args:
         *tensors: tensors with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
             dtype, any trailing shape, equal on every rank. None stands for an absent tensor and comes back as None.
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
-        gradient_reduction: see :func:`all_gather_with_grad`.
-        backward: see :func:`all_gather_with_grad`.
+        group, gradient_reduction, backward: see :func:`all_gather_with_grad`.
 
     Returns:
         A tuple with one entry per argument, rows in rank order. Without a process group, or at world size 1 and k = 1,
@@ -155,8 +149,7 @@ def gather_rows(
         TypeError: for an argument that is neither a tensor nor None.
         ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
             of gradient that differ between ranks.
-        RuntimeError: when a rank has died or does not make the call. Under NCCL the process then waits instead, until
-            the watchdog of the group ends it after the timeout.
+        RuntimeError: as :func:`all_gather_with_grad`.
 
     Distributed:
         One all-gather forward if the rows fit behind the header: at most 64 KiB per rank, on the host, from the second

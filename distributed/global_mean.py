@@ -20,8 +20,7 @@ from .torch_private import not_compiled, note_kind
 class _GlobalRatio(torch.autograd.Function):
     """Return ``ratio``, sum_r S_r / N. The gradient with respect to this rank's ``total`` S_r is ``scale``, k / N.
 
-    The totals of other ranks are constants here: each rank takes the gradient of its own total, and the wrapper
-    combines the parameter gradients. A second derivative would multiply by k twice, so it raises.
+    The totals of other ranks are constants. A second derivative would multiply by k twice, so it raises.
     """
 
     @staticmethod
@@ -55,13 +54,9 @@ def part_of_mean(
 def mean_agreed(
     call: str, group: ProcessGroup, bring: Callable[[], Offer[Tensor]], *, gradient_reduction: str | int = "mean"
 ) -> Tensor:
-    """Agree on the arguments and return the mean over all ranks. The header carries total and count.
+    """Agree on the arguments as :func:`agree_on`, and return the mean over all ranks. The header carries its parts.
 
-    Args:
-        call: name of the call for the header and for messages.
-        group: the ranks that take part.
-        bring: checks this rank's arguments and returns :func:`part_of_mean`; if it raises, all ranks raise.
-        gradient_reduction: how the wrapper combines gradients; see :func:`global_mean`.
+    ``bring`` returns :func:`part_of_mean`.
     """
     refuse_in_backward(call)  # here, because a compiled caller skips its own check
 
@@ -99,9 +94,7 @@ def global_mean(
         total: scalar, this rank's sum of losses.
         count: this rank's number of terms, or its mass of weights; a number or a one-element tensor, >= 0. No gradient
             flows to it.
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
-        gradient_reduction: ``"mean"`` when the wrapper averages parameter gradients over the group (DDP, FSDP2, HSDP),
-            ``"sum"`` when it adds them, or the number of ranks it averages over.
+        group, gradient_reduction: see :func:`all_gather_with_grad`.
 
     Returns:
         Scalar in the dtype of ``total``, with the same value on every rank. Without a process group, ``total / count``.
@@ -124,11 +117,11 @@ def global_mean(
         _check_floats("total", total)
         if total.numel() != 1:
             raise ValueError(expected("total", "one element", total, "Sum the losses first."))
+        if not isinstance(count, (Tensor, int, float)):
+            raise TypeError(expected("count", "a number or a tensor", count))
         if isinstance(count, Tensor) and count.numel() != 1:
             raise ValueError(expected("count", "one element", count, "Count the rows of this rank first."))
         number = count.detach().reshape(()) if isinstance(count, Tensor) else count
-        if not isinstance(number, (Tensor, int, float)):
-            raise TypeError(expected("count", "a number or a tensor", count))
         if not number >= 0:
             raise ValueError(expected("count", "a number >= 0", float(number)))
         reduction = State(gradient_reduction, SAME_REDUCTION)
@@ -151,8 +144,7 @@ def global_sum(value: Tensor, group: Group = None, *, gradient_reduction: str | 
 
     Args:
         value: (*) floating-point, this rank's sum over its rows, of one shape and dtype on every rank.
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``.
-        gradient_reduction: see :func:`global_mean`.
+        group, gradient_reduction: see :func:`all_gather_with_grad`.
 
     Returns:
         (*) in the dtype of ``value``, the same bits on every rank. Without a process group, ``value`` itself.

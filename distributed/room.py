@@ -45,12 +45,8 @@ _MAX_PARCELS = 64  # that a group remembers
 class Room:
     """The memory in which the headers of a group travel, and behind each of them ``size`` bytes for rows.
 
-    Attributes:
-        size: a power of two, or 0.
-        is_on_host: whether the headers of the group travel on the host.
-        block: the header and the rows of this rank, as bytes; ``sent`` is the same memory as a tensor (words,) int64.
-        arrived: (W * words,) int64, the blocks of all ranks; ``heads`` (W, 4) int64 and ``totals`` (W, 8) float64 are
-            views of their headers.
+    ``block`` are the header and the rows of this rank, as bytes, and ``sent`` the same memory as a tensor. ``arrived``
+    (W * words,) are the blocks of all ranks, and ``heads`` (W, 4) and ``totals`` (W, 8) views of their headers.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -70,14 +70,10 @@ _EAGER = "it communicates or keeps state between calls, so it runs eagerly. Comp
 
 
 def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, T]:
-    """Keep ``function`` out of compiled graphs, as ``torch.compiler.disable`` does.
+    """Keep ``function`` out of compiled graphs, as ``torch.compiler.disable`` does, which imports the compiler (1.5 s).
 
-    With ``fullgraph=True`` the error of torch quotes the name of the function and ``reason``.
-
-    ``torch.compiler.disable`` imports the compiler (1.5 s), and ``torch._disable_dynamo`` does so in the first call.
-    This decorator never imports it: while it is not imported, there are no compiled graphs.
-
-    The traceback of a :class:`RankError` ends here, because its text is complete and every rank prints it.
+    With ``fullgraph=True`` the error of torch quotes the name of the function and ``reason``. The traceback of a
+    :class:`RankError` ends here, because its text is complete and every rank prints it.
     """
     disabled: Callable[P, T] | None = None
 
@@ -109,10 +105,8 @@ def not_compiled(function: Callable[P, T], reason: str = _EAGER) -> Callable[P, 
 
 # Whether the code runs inside ``torch.func.grad``, ``torch.vmap`` or another transform of ``torch.func``; and a context
 # manager that switches the transforms around it off.
-func_transforms_are_active: Callable[[], bool]
-func_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-outside_func_transforms: Callable[[], AbstractContextManager[object]]
-outside_func_transforms = getattr(torch._C, "_DisableFuncTorch", nullcontext)
+func_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+outside_func_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
 
 
 def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
@@ -126,10 +120,9 @@ SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackwa
 
 
 def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
-    """Note in the graph of ``loss`` what it is, and return it.
+    """Note in the graph of ``loss`` what it is, for :func:`notes_of`, and return it.
 
-    A ``mean``, one ``over_ranks``, of the rows of several ranks, and ``of_pool``, if it compares its rows; all are for
-    :func:`notes_of`.
+    A ``mean``, one ``over_ranks``, of the rows of several ranks, and ``of_pool``, if it compares its rows.
     """
     node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
     if node is not None:

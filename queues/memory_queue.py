@@ -41,13 +41,21 @@ class QueueRows(NamedTuple):
     sample_weight: Tensor | None  # [len]
 
 
+class _Ring(NamedTuple):
+    """The memory of the rows: as :class:`QueueRows`, with weights in any case."""
+
+    logits: Tensor
+    targets: Tensor
+    iid_mask: Tensor
+    sample_weight: Tensor
+
+
 class MemoryQueue(SavedState):
     """A ring buffer of rows: logits, targets, iid flags and sample weights.
 
     Every rank enqueues the gathered rows of a step, so every rank holds the same queue. The tensors are not buffers,
-    because DDP broadcasts buffers at every forward and ``.bfloat16()`` would round them. They have a fixed shape. They
-    follow the module's device, but not its dtype, which is float32, or float64 after float64 rows were enqueued.
-    ``state_dict`` contains copies of them; that of a queue of 0 rows is empty.
+    because DDP broadcasts buffers at every forward and ``.bfloat16()`` would round them. They follow the module's
+    device, and are float32, or float64 after float64 rows were enqueued. ``state_dict`` contains copies of them.
 
     Args:
         capacity: number of rows >= 0; a queue of 0 stores nothing. A row takes ``4 * num_classes + 13`` bytes.
@@ -98,7 +106,7 @@ class MemoryQueue(SavedState):
         rows, columns = self.capacity, self.num_classes or 0
         shape = (rows, columns) if self.multi_hot else (rows,)
         kind = multi_hot_dtype(self.ignore_index) if self.multi_hot else torch.int64
-        self._ring = QueueRows(
+        self._ring = _Ring(
             torch.zeros(rows, columns, dtype=dtype, device=device),
             torch.zeros(shape, dtype=kind, device=device),
             torch.ones(rows, dtype=torch.bool, device=device),
@@ -135,8 +143,9 @@ class MemoryQueue(SavedState):
 
     def rows(self) -> QueueRows:
         """Return the rows as views, in storage order: oldest first until the ring has wrapped around."""
-        rows = QueueRows(*[tensor[: self._fill] for tensor in self._ring]) if self._fill < self.capacity else self._ring
-        return rows if self._has_weights else rows._replace(sample_weight=None)
+        rows = [tensor[: self._fill] for tensor in self._ring] if self._fill < self.capacity else self._ring
+        logits, targets, iid, weight = rows
+        return QueueRows(logits, targets, iid, weight if self._has_weights else None)
 
     def enqueue(
         self,
@@ -224,8 +233,7 @@ class MemoryQueue(SavedState):
     ) -> list[Any]:
         """Move the queue to the device of the rows, and to float64 if they are, and return them in its dtypes.
 
-        On the CPU they are arrays, with which operations on few rows take a third of the time. None stands for a mask
-        or weights of ones.
+        On the CPU they are arrays, with which operations on few rows take a third of the time.
         """
         device, ring = logits.device, self._ring
         dtype, weight_dtype = [
@@ -306,13 +314,7 @@ class MemoryQueue(SavedState):
 
     @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
-        """Compare the contents over the ranks, bit for bit. Every rank must call it.
-
-        Without a process group there is nothing to compare.
-
-        Raises:
-            RuntimeError: on every rank, with the ranks whose queues differ.
-        """
+        """Compare the contents over the ranks, bit for bit; RuntimeError on every rank names those that differ."""
         if not is_initialized():
             return
         resolved = resolve_group(group)
@@ -328,7 +330,7 @@ class MemoryQueue(SavedState):
         self._checksum = self.checksum.to(device)
         logits, targets, iid, weight = [tensor.to(device) for tensor in self._ring]
         dtype, weight_dtype = dtypes or (logits.dtype, weight.dtype)
-        self._ring = QueueRows(logits.to(dtype), targets, iid, weight.to(weight_dtype))
+        self._ring = _Ring(logits.to(dtype), targets, iid, weight.to(weight_dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
         # Only the device of the conversion applies, because to(bfloat16) must not round the stored rows.
@@ -390,13 +392,13 @@ class MemoryQueue(SavedState):
         dtype = torch.float64 if saved["is_double"] else torch.float32
         dtypes = dtype, self._ring.targets.dtype, torch.bool, torch.float64 if has_weights else dtype
         device = rows[0].device if self._ring.logits.is_meta else self._ring.logits.device
-        ring = QueueRows(*[tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)])
+        ring = _Ring(*[tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)])
         checksum = torch.tensor(saved["checksum"], device=device)
         if not ring.logits.is_meta:
-            held = QueueRows(*[tensor[:fill] for tensor in ring])
+            logits, targets, iid, weight = [tensor[:fill] for tensor in ring]
             infinite = Words("others, which never enter a queue")
-            _require(bool(held.logits.isfinite().all()), "logits", "finite numbers", infinite)
-            held = held if has_weights else held._replace(sample_weight=None)
+            _require(bool(logits.isfinite().all()), "logits", "finite numbers", infinite)
+            held = QueueRows(logits, targets, iid, weight if has_weights else None)
             found = _digest((pointer, fill, enqueued, has_weights), held, checksum)
             _require(found == saved["contents"], "hash", repr(saved["contents"]), found)
         read = {"_ring": ring, "_written": {0, 1, 2, 3}, "num_classes": saved["num_classes"], "_checksum": checksum}
@@ -435,13 +437,10 @@ def _mix_bits(words: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _column_factors(width: int, present: tuple[int, ...], one: int, device: torch.device | None) -> tuple[Any, int]:
-    """Return odd factors of the columns in :meth:`MemoryQueue._hash`, and what the absent columns add to each row.
+    """Return the factors (columns, 1) in :meth:`MemoryQueue._hash`, odd, and what the absent columns add to each row.
 
-    Args:
-        width: the number of all columns; the last two are the weight and the mask.
-        present: those of the last two that are given.
-        one: the bits of a weight of one.
-        device: where the factors (columns, 1) are a tensor; None for an array.
+    The last two of ``width`` columns are the weight, whose bits are ``one``, and the mask. Those of them that are
+    ``present`` are given. The factors are an array without a device.
     """
     factors = _mix_bits(numpy.arange(-width, 0) + _MIX[2]) | 1
     of_ones = _mix_bits(numpy.array([one, 1])) * factors[-2:]
