@@ -44,10 +44,8 @@ class BatchSampler(Sampler[list[int]]):
         return self
 
     def _rank_and_size(self) -> tuple[int, int]:
-        if not is_initialized():
-            return 0, 1
-        group = resolve_group(self.group)
-        return group.rank(), group.size()
+        group = resolve_group(self.group) if is_initialized() else None
+        return (0, 1) if group is None else (group.rank(), group.size())
 
     def _length(self, world_size: int) -> int:
         return self.num_batches or max(1, self.num_rows // (self.batch_size * world_size))
@@ -170,13 +168,11 @@ def repeated_shuffles(number: int, per_step: int, steps: int, generator: torch.G
     No step has a row twice, unless ``per_step`` is greater than ``number``.
     """
     shuffles: list[Tensor] = []
-    drawn = 0
-    while drawn < steps * per_step:
+    for drawn in range(0, steps * per_step, number):
         shuffle = torch.randperm(number, generator=generator)
         begun = drawn % per_step  # rows of a step that the last shuffle did not complete
         if begun and per_step <= number:
             is_in_step = torch.isin(shuffle, shuffles[-1][-begun:])
             shuffle = torch.cat([shuffle[~is_in_step], shuffle[is_in_step]])
         shuffles.append(shuffle)
-        drawn += number
     return torch.cat(shuffles)[: steps * per_step]

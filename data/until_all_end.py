@@ -30,10 +30,9 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
     Args:
         loader: gives the batches of this process; iterated again in each epoch.
         group: process group or device mesh of the data-parallel ranks; None for the default group.
-        empty: what a process yields after its last batch. None is that batch without rows: tensors and arrays are cut
-            in dim 0, and so are lists of strings and numbers; dicts, and lists and tuples of others, keep their form;
-            single numbers, strings and None stay as they are. Batches with other objects require it, and so do
-            processes without a batch.
+        empty: what a process yields after its last batch. None is that batch without rows: tensors, arrays, and lists
+            of strings and numbers are cut in dim 0; dicts, and lists and tuples of others, keep their form. Batches
+            with other objects require it, and so do processes without a batch.
 
     Returns:
         An iterable for any number of epochs, without a length.
@@ -98,12 +97,13 @@ def without_rows(batch: Any) -> Any:
     """Return ``batch`` cut to no rows, without a reference to its memory."""
     if isinstance(batch, Tensor):
         return batch[:0].detach().clone() if batch.ndim else batch
-    if isinstance(batch, MutableMapping):  # a copy keeps the attributes of a subclass
-        cut = copy.copy(batch)
-        cut.update({key: without_rows(value) for key, value in batch.items()})
-        return cut
     if isinstance(batch, Mapping):
-        return type(batch)({key: without_rows(value) for key, value in batch.items()})  # type: ignore[call-arg]
+        rows: Any = {key: without_rows(value) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(rows)  # type: ignore[call-arg]
+        cut = copy.copy(batch)  # keeps the attributes of a subclass
+        cut.update(rows)
+        return cut
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(without_rows, batch))
     if isinstance(batch, (list, tuple)):

@@ -40,8 +40,8 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
     Equal to ``for p in parameters: dist.all_reduce(p.grad, group=group)``, where a missing gradient counts as 0.
 
     Use it for gradients that no wrapper reduces over these ranks: of parameters copied over the ranks that share a
-    sequence, when that dimension is not folded into FSDP (see :func:`sequence_sync_group`); of norms under hand-written
-    sequence parallelism; of copies of an expert. Call it after the last backward and before clipping.
+    sequence (see :func:`sequence_sync_group`); of norms under hand-written sequence parallelism; of copies of an
+    expert. Call it after the last backward and before clipping.
 
     Args:
         parameters: a Module, or an iterable of parameters or of ``(name, parameter)`` pairs, in the same order on every
@@ -86,18 +86,12 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
     """Return the group over which gradients must still be added after FSDP has reduced over the dimensions in its mesh.
 
     Args:
-        mode: which dimensions of context parallelism are part of FSDP's mesh: ``"all"``, ``"ulysses_only"``,
-            ``"ring_only"`` or ``"none"``.
+        mode: which dimensions of context parallelism are part of FSDP's mesh: ``"all"``, which returns None, and leaves
+            :func:`all_reduce_grads_` nothing to add; ``"ulysses_only"`` returns ``ring``, ``"ring_only"`` returns
+            ``ulysses``, and ``"none"`` returns ``unified``. ValueError for another mode.
         ring: the ranks that pass keys and values around (ring attention).
         ulysses: the ranks that exchange heads for tokens.
         unified: the ranks of both, all ranks that share a sequence.
-
-    Returns:
-        None for ``"all"``, with which :func:`all_reduce_grads_` does nothing, because nothing is left to add. ``ring``
-        for ``"ulysses_only"``, ``ulysses`` for ``"ring_only"``, ``unified`` for ``"none"``.
-
-    Raises:
-        ValueError: for another mode.
 
     Example:
         >>> sequence_sync_group("ulysses_only", ring="ring", ulysses="ulysses", unified="unified")
@@ -134,8 +128,8 @@ class Summand(NamedTuple):
 def distinct_entries(parameters: Any) -> list[Entry]:
     """Return the distinct parameters in their order, or raise TypeError or ValueError.
 
-    A module whose parameters FSDP2 has not resharded, as after ``set_reshard_after_backward(False)``, shows whole
-    parameters, but the gradients belong to the sharded ones. So both are listed.
+    A module that FSDP2 has not resharded shows whole parameters, but the gradients belong to the sharded ones: both are
+    listed.
     """
     if isinstance(parameters, nn.Module):
         both = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]

@@ -5,8 +5,8 @@
 the columns over the groups, one all-gather per group, in the same order on all ranks. *Apply* is torch's own scaling.
 The host does not wait for the device between the first kernel and the last.
 
-A rank with a bad argument still takes part in every all-gather, so that no rank hangs, and all ranks raise afterwards.
-Each group joins the columns that are sharded over it. A column that has been joined over all of its groups is whole::
+A rank with a bad argument still takes part in every all-gather, and all ranks raise afterwards. Each group joins the
+columns that are sharded over it. A column that has been joined over all of its groups is whole::
 
     sent by each rank:  | failed | digest | narrow | not finite | whole | column | column | ...
 

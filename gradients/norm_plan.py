@@ -47,10 +47,7 @@ class Plan:
     """The groups in the order in which every rank reduces over them: ``shards``, then ``stages``.
 
     After a method has raised, this rank can still follow the plan, and so meets the other ranks in every group that it
-    knows. Groups of a single rank are left out, because that rank holds everything.
-
-    Args:
-        shard_groups: see :func:`~fullrank.gradients.grad_norm.total_grad_norm`.
+    knows. Groups of a single rank are left out.
     """
 
     def __init__(self, shard_groups: Callable[[Any], Groups] | None = None) -> None:
@@ -65,13 +62,8 @@ class Plan:
         """Return the layout of a parameter, the elements of its gradient that count, and the memory of its gradient.
 
         Both are plain dense tensors on this rank, mostly the same one, and None without a gradient. A gradient that is
-        not placed as its parameter is first redistributed into a copy, by collectives that all ranks of its mesh make.
-        Examples are the Partial gradient of a norm layer under SequenceParallel, and the sharded gradient of a
-        replicated weight that was multiplied by sharded activations.
-
-        Raises:
-            TypeError: for an item that is not a parameter, and for a gradient that does not fit.
-            ValueError: for groups of ``shard_groups`` that cannot be used, and for a gradient on another mesh.
+        not placed as its parameter, such as the Partial one of a norm layer under SequenceParallel, is first
+        redistributed into a copy, by collectives that all ranks of its mesh make. Raises TypeError or ValueError.
         """
         entry = Entry(label, parameter)
         check_parameter(entry)

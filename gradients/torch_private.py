@@ -24,12 +24,8 @@ multiply_each_, divide_each_ = torch._foreach_mul_, torch._foreach_div_
 class FsdpGroup:
     """A set of parameters that FSDP2 reduces together: its switches and its unreduced gradients.
 
-    FSDP2 has no public way to read them. Changes go through the public setters of FSDPModule where there are any.
-
-    Args:
-        state: the parameter group of FSDP2.
-        ids: of the model's parameters; the group may have parameters of other models too.
-        module: the FSDPModule that the group belongs to.
+    ``state`` is the parameter group of FSDP2, of which torch has no public form, and ``module`` the FSDPModule that it
+    belongs to. ``ids`` are of the model's parameters: the group may have those of other models too.
     """
 
     def __init__(self, state: Any, ids: set[int], module: Any) -> None:
@@ -139,10 +135,9 @@ def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
-    """Return the groups of parameters that FSDP2 manages for ``model``.
+    """Return the groups of parameters that FSDP2 manages for ``model``, of FSDPModules in it and around it.
 
-    They belong to FSDPModules in ``model`` and, if these do not manage all trainable parameters, to FSDPModules around
-    it. FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
+    FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
     """
     if not (wrapped := fsdp_wrapped()):
         return []

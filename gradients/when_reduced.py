@@ -19,8 +19,7 @@ LOOPS: WeakKeyDictionary[nn.Module, tuple[int, ReferenceType[ExitStack]]] = Weak
 def sum_gradients_(model: nn.Module) -> float:
     """Make every FSDP2 module of ``model``, experts included, add its gradients over the ranks, without dividing.
 
-    Expert modules are sharded over fewer ranks than the rest, so they would divide by another number. Gradients that
-    are added are divided once, by the global count, in the loss.
+    Expert modules are sharded over fewer ranks than the rest, so they would divide by another number.
 
     Args:
         model: the model after ``fully_shard``. DDP keeps its mean, and plain modules have nothing to change.
@@ -89,9 +88,9 @@ def discard_gradients_(model: nn.Module) -> None:
     """Drop all gradients of ``model``, reduced or not, as if the window had never begun.
 
     ``optimizer.zero_grad()`` is not enough after a window that was left early. FSDP2 stores unreduced gradients outside
-    ``grad``, and would add them to the next window. After a forward without a backward FSDP2 still has the whole
-    parameters, which the next optimizer step makes out of date, and DDP reduces in the first backward of the next
-    window. A loop that you still refer to, as a traceback does, has not restored the switches of the wrappers.
+    ``grad``. After a forward without a backward FSDP2 still has the whole parameters, which the next optimizer step
+    makes out of date, and DDP reduces in the first backward of the next window. A loop that you still refer to, as a
+    traceback does, has not restored the switches of the wrappers.
 
     Args:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one. Call it on every rank.

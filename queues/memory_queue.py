@@ -235,13 +235,13 @@ class MemoryQueue(SavedState):
 
         On the CPU they are arrays, with which operations on few rows take a third of the time.
         """
-        device, ring = logits.device, self._ring
-        dtype, weight_dtype = [
-            kept.dtype if new is None or new.dtype != torch.float64 else new.dtype
-            for new, kept in ((logits, ring.logits), (sample_weight, ring.sample_weight))
-        ]
-        if ring.logits.is_meta:
-            self._allocate(device, dtype)  # nothing was stored on the meta device
+        device, wide = logits.device, torch.float64
+        if self._ring.logits.is_meta:
+            self._allocate(device, self._ring.logits.dtype)  # nothing was stored on the meta device
+        ring = self._ring
+        dtype = wide if logits.dtype == wide else ring.logits.dtype
+        is_wide = sample_weight is not None and sample_weight.dtype == wide
+        weight_dtype = wide if is_wide else ring.sample_weight.dtype
         if (device, dtype, weight_dtype) != (ring.logits.device, ring.logits.dtype, ring.sample_weight.dtype):
             self._move_to(device, dtype, weight_dtype)
         rows: list[Any] = [logits, targets, iid_mask, sample_weight]
@@ -272,10 +272,8 @@ class MemoryQueue(SavedState):
         if number and first + number <= self.capacity:
             self._hash(*[None if rows is None else rows[first : first + number] for rows in ring])
         elif number:  # they continue at the start of the ring
-            join, end = (
-                numpy.concatenate if self._checksum.is_cpu else torch.concatenate,
-                first + number - self.capacity,
-            )
+            join: Any = numpy.concatenate if self._checksum.is_cpu else torch.concatenate
+            end = first + number - self.capacity
             self._hash(*[None if rows is None else join([rows[first:], rows[:end]]) for rows in ring])
 
     @torch.inference_mode(False)
