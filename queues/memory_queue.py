@@ -214,13 +214,19 @@ class MemoryQueue(SavedState):
         start, number = (self._pointer + num_passed) % self.capacity, count - num_passed
         head = min(number, self.capacity - start)  # what is beyond the head goes to the start
         pieces = [(slice(start, start + head), slice(head)), (slice(number - head), slice(head, None))]
+        copies: list[tuple[Tensor, Tensor]] = []
         for stored, memory, new in zip(self._ring, ring, rows):
             if memory is None:
                 continue  # it holds the default everywhere
             for there, here in pieces[: 1 + (head < number)]:
                 if undo is not None:
                     undo.callback(stored.__setitem__, there, stored[there].clone())
-                memory[there] = 1 if new is None else new[here]
+                if new is None or stored.is_cpu:
+                    memory[there] = 1 if new is None else new[here]
+                else:
+                    copies.append((memory[there], new[here]))
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies)))
         vars(self).update(  # because setting an attribute of a module takes as long as an operator
             _pointer=(self._pointer + count) % self.capacity,
             _fill=min(self._fill + count, self.capacity),
@@ -301,7 +307,10 @@ class MemoryQueue(SavedState):
         for row, place in enumerate(present, start=width):
             words[row] = extra[place]
         start = self._num_hashed + _MIX[2]
-        words[-1] = library.arange(start, start + count, **options)
+        if library is numpy:
+            words[-1] = numpy.arange(start, start + count)
+        else:
+            torch.arange(start, start + count, out=words[-1])
         for factor in _MIX[:2]:
             words *= factor
             words ^= words >> 32
