@@ -30,10 +30,11 @@ class FsdpGroup:
 
     def __init__(self, state: Any, ids: set[int], module: Any) -> None:
         self.state, self.module, self._ids = state, module, ids
-        sizes = [getattr(state.mesh_info, f"{kind}_mesh_size", None) for kind in ("shard", "replicate")]
-        self.is_hybrid = None not in sizes  # both shards and replicas
-        self.is_sharded = (sizes[0] or 1) > 1  # a forward has to gather the parameters from other ranks
-        self.num_ranks = (sizes[0] or 1) * (sizes[1] or 1)  # that the gradients are reduced over
+        shards = getattr(state.mesh_info, "shard_mesh_size", None)
+        replicas = getattr(state.mesh_info, "replicate_mesh_size", None)
+        self.is_hybrid = None not in (shards, replicas)  # both shards and replicas
+        self.is_sharded = (shards or 1) > 1  # a forward has to gather the parameters from other ranks
+        self.num_ranks = (shards or 1) * (replicas or 1)  # that the gradients are reduced over
 
     @property
     def switches(self) -> tuple[bool, bool]:

@@ -226,7 +226,7 @@ class MemoryQueue(SavedState):
                 else:
                     copies.append((memory[there], new[here]))
         if copies:
-            torch._foreach_copy_(*map(list, zip(*copies)))
+            torch._foreach_copy_([old for old, _ in copies], [new for _, new in copies])
         vars(self).update(  # because setting an attribute of a module takes as long as an operator
             _pointer=(self._pointer + count) % self.capacity,
             _fill=min(self._fill + count, self.capacity),
