@@ -188,7 +188,7 @@ class SupConLoss(ContrastiveLoss):
         if labels is None:
             targets = torch.arange(len(rows), device=rows.device)
         else:
-            of_labels = "labels" if name == "embeddings" else f"{name}_labels"
+            of_labels = "labels" if name == "embeddings" else "reference_labels"
             targets = checked_labels(labels, rows, name, of_labels, several=True)
         if targets.ndim == 2 and self.queue_size:
             raise ValueError(expected("queue_size", "0 with several labels a row", self.queue_size))
