@@ -18,9 +18,10 @@ in one; 1, 2 and 4 real ones, each by micro-batches with ``pooled_backward``, ar
 rows, in float64. Layers are computed in bfloat16, as torch.autocast does. Offsets are left out: they correct how often
 a key is drawn, and here all are drawn alike.
 
-A seed draws files and batches. Intervals are 95 %, Student's t over seeds; differences are paired. The full run takes
-about two hours on one core that multiplies bfloat16, and writes encoder.json. A run that starts again takes finished
-runs from ``--cache``.
+A seed draws files and batches. Intervals are 95 %, Student's t over seeds; differences are paired, from own rows of as
+many processes, or from all rows without the extra. The full run takes about three hours on one core that multiplies
+bfloat16; the results of few processes are written first to encoder.json. A run that starts again takes finished runs
+from ``--cache``.
 """
 
 from __future__ import annotations
