@@ -28,7 +28,7 @@ OF_ROWS = (
 )
 SAME_ROWS = "The ranks that share the vocabulary of a weight pass the same rows."
 _MIX = (-7046029254386353131, -4417276706812531889)  # odd multipliers of a 64-bit hash
-LEAST_ROWS = 128  # of a block: 64 take a tenth longer, 256 no less, and a third more memory (benchmarks/vocabulary.py)
+LEAST_ROWS = 128  # of a block: 64 took a tenth longer in benchmarks/vocabulary.py, 256 a sixth more memory
 
 
 class Sums(NamedTuple):
