@@ -244,11 +244,8 @@ class Ranked(NamedTuple):
             order = order if member is None else order[member[0, order]]
             _, query, counts = pool.indexes[order].unique(return_inverse=True, return_counts=True)
             rows, sizes = order[query.argsort(stable=True)], counts.cpu().numpy()
-            scores, positive, mass = (
-                pool.scores[0, rows],
-                pool.positive[0, rows],
-                None if weight is None else weight[rows],
-            )
+            scores, positive = pool.scores[0, rows], pool.positive[0, rows]
+            mass = None if weight is None else weight[rows]
         columns = (None if column is None else column.cpu().numpy() for column in (scores, positive, mass))
         of_rows: Any = (c if c is None else c.ravel() if kept is None else c[kept] for c in columns)
         return Ranked._make((*of_rows, _so_far(sizes), scores.device))
