@@ -46,14 +46,17 @@ from report import ROOT, Record, Run, interleave, make_rows, training_step
 
 import fullrank
 
-STEPS = ROOT / "benchmarks" / "steps.py"
+STEPS, VERIFY = ROOT / "benchmarks" / "steps.py", ROOT / "benchmarks" / "verify.py"
 ROWS, QUICK_ROWS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000), (1_000,)
 SHARE = 0.01  # of positives
 GRAPHED = 4_096  # rows up to which a step can be captured
+PAIRS, HEAD = (256, 1_024, 4_096, 16_384), (8_192, 128_256, 2_048)  # rows; tokens, words and columns of a model
 # Seconds, in the order in which the parts run.
 LIMITS = {"environment": 60, "preflight": 120, "preflight over processes": 120, "preflight over gloo": 120}
-LIMITS |= {"speed": 120, "launches": 240, "memory": 60, "tests": 540}
+LIMITS |= {"verify over processes": 120, "speed": 120, "pairs": 60, "vocabulary": 60, "launches": 240, "memory": 60}
+LIMITS |= {"tests": 540}
 LINES = 60  # of the output that is kept
+FILES = {"launches": "steps", "verify over processes": "verify"}  # of parts that are scripts with a name of their own
 GRACE_S = 5  # for torchrun, which ends its processes
 # The files of tests/ with tests that take a device. Collecting all files to find them would take minutes.
 TESTS = ["test_device.py", "losses/test_loss_values.py", "losses/test_contract.py", "losses/test_retrieval.py"]
@@ -118,6 +121,39 @@ def _kernels(step: Any, steps: int = 5) -> tuple[float, float]:
     return len(kernels) / steps, sum(event.device_time for event in kernels) / steps / 1e3
 
 
+def pairs(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
+    """Yield the step of losses of embeddings of 128 columns, and of plain lines with the matrix of all pairs."""
+    from step import of_embeddings  # for this part alone
+
+    for kind in ("InfoNCELoss", "SigLIPLoss", "SupConLoss"):
+        for size in PAIRS if len(sizes) > 1 else PAIRS[:1]:
+            yield {"loss": kind, "rows": size, **_against(of_embeddings(kind, size, device), device)}
+
+
+def vocabulary(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
+    """Yield the loss of a language model from hidden states and the weight of its head, both in bfloat16."""
+    from vocabulary import FORMS, QUICK, draw
+
+    tokens, words, columns = HEAD if len(sizes) > 1 else QUICK
+    steps = {}
+    for name, (form, share) in FORMS.items():
+        if not name.startswith("F.") or hasattr(torch.nn.functional, "linear_cross_entropy"):
+            inputs = draw((tokens, words, columns), share, device, torch.bfloat16)
+            steps[name] = lambda form=form, inputs=inputs: torch.autograd.grad(form(*inputs), inputs[:2])
+    yield {"tokens": tokens, "words": words, "columns": columns, **_against(steps, device)}
+
+
+def _against(steps: dict[str, Any], device: torch.device) -> Record:
+    """Return the milliseconds and the peak in MiB above what was allocated of each of ``steps``."""
+    record: Record = {f"{name}_ms": median(runs) * 1e3 for name, runs in interleave(steps, 5, device).items()}
+    for name, step in steps.items() if device.type == "cuda" else ():
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        record[f"{name}_mib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return record
+
+
 def memory(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Record]:
     """Yield the memory of such a step, by rows."""
     for rows in sizes:
@@ -135,7 +171,7 @@ def _step(device: torch.device, rows: int) -> tuple[Any, torch.Tensor]:
     return training_step(fullrank.SmoothAPLoss(num_classes=1), logits.requires_grad_(), targets), logits
 
 
-OWN = {"environment": environment, "speed": speed, "memory": memory}  # what this script measures itself
+OWN = {"environment": environment, "speed": speed, "pairs": pairs, "vocabulary": vocabulary, "memory": memory}
 
 
 def test_files() -> tuple[list[Path], list[str]]:
@@ -165,8 +201,10 @@ def command_of(name: str, device: torch.device, quick: bool, facts: Record, fold
     preflight = ["-m", "fullrank", "--json", str(folder / f"{name}.json"), "--device"]
     if name == "preflight":
         return [*preflight, str(device)]
+    if name == "verify over processes":
+        preflight = [str(VERIFY), "--out", str(folder), "--device"]
     processes = 2
-    if name == "preflight over processes" and device.type == "cuda":
+    if "over processes" in name and device.type == "cuda":
         shares = tuple(facts.get("nccl") or ()) >= NCCL_SHARES_A_DEVICE
         processes = max(facts.get("count", 1), 2 if shares else 1)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -179,7 +217,7 @@ def results_of(name: str, folder: Path, output: str) -> Any:
         outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", output, re.MULTILINE)
         bad = [test for test, outcome in outcomes if outcome in ("FAILED", "ERROR")]
         return {**Counter(outcome for _, outcome in outcomes), "failed": bad, "left_out": test_files()[1]}
-    path = folder / f"{'steps' if name == 'launches' else name}.json"
+    path = folder / f"{FILES.get(name, name)}.json"
     found = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found.get("records", found) if name in OWN else found
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from memory import CLEAR, resident
-from report import Record, Run, Step, apart, make_rows, on_ranks, print_records, progress, training_step
+from report import CPU, Record, Run, Step, apart, make_rows, on_ranks, print_records, progress, training_step
 from torch import Tensor, nn
 
 import fullrank
@@ -153,19 +153,19 @@ class Plain(nn.Module):
     def clip(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of CLIP of pairs (2, N, D): one product, and a cross-entropy both ways."""
         queries, keys = F.normalize(rows, dim=2)
-        logits, places = self.scale.exp() * queries @ keys.T, torch.arange(len(keys))
+        logits, places = self.scale.exp() * queries @ keys.T, torch.arange(len(keys), device=keys.device)
         return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
 
     def siglip(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the sigmoid loss of pairs (2, N, D), as open_clip writes it."""
         queries, keys = F.normalize(rows, dim=2)
         logits = self.scale.exp() * queries @ keys.T + self.bias
-        signs = 2 * torch.eye(len(keys)) - torch.ones(len(keys), len(keys))
+        signs = 2 * torch.eye(len(keys), device=keys.device) - 1
         return -F.logsigmoid(signs * logits).sum() / len(keys)
 
     def sup_con(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the supervised contrastive loss of rows (N, D)."""
-        unit, itself = F.normalize(rows, dim=1), torch.eye(len(rows), dtype=torch.bool)
+        unit, itself = F.normalize(rows, dim=1), torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         logits = (unit @ unit.T / TEMPERATURE).masked_fill(itself, -1e9)
         same = (targets[:, None] == targets) & ~itself
         return -((logits.log_softmax(dim=1) * same).sum(dim=1) / same.sum(dim=1)).mean()
@@ -185,7 +185,7 @@ class Plain(nn.Module):
         return 1 - ((grades / (1 + ranks).log2()).sum(dim=1) / ideal.sum(dim=1)).mean()
 
 
-def of_embeddings(kind: str, size: int) -> dict[str, Step]:
+def of_embeddings(kind: str, size: int, device: torch.device = CPU) -> dict[str, Step]:
     """Return a step of ours and of plain lines: of pairs, of rows with four of each label, of queries of 20 rows."""
     generator = torch.Generator().manual_seed(0)
     if kind == "NDCGLoss":
@@ -195,18 +195,19 @@ def of_embeddings(kind: str, size: int) -> dict[str, Step]:
         plain = Plain.ndcg
     elif kind in ("InfoNCELoss", "SigLIPLoss"):
         rows, targets = torch.randn(2, size, FEATURES, generator=generator), torch.empty(0)
-        pairs, plain = fullrank.SigLIPLoss(TEMPERATURE), Plain.siglip
+        pairs, plain = fullrank.SigLIPLoss(TEMPERATURE).to(device), Plain.siglip
         if kind == "InfoNCELoss":
-            pairs, plain = fullrank.InfoNCELoss(TEMPERATURE, symmetric=True, learn_temperature=True), Plain.clip
+            pairs = fullrank.InfoNCELoss(TEMPERATURE, symmetric=True, learn_temperature=True).to(device)
+            plain = Plain.clip
         ours = lambda rows, targets: pairs(*rows)  # noqa: E731
     else:
         rows, targets = torch.randn(size, FEATURES, generator=generator), torch.arange(size) // 4
         ours, plain = fullrank.SupConLoss(TEMPERATURE), Plain.sup_con
         if kind == "RetrievalSmoothAPLoss":
             ours, plain = fullrank.RetrievalSmoothAPLoss(), Plain.retrieval
-    rows.requires_grad_()
-    assert torch.allclose(ours(rows, targets), Plain(plain)(rows, targets), rtol=1e-4)
-    return {"plain": training_step(Plain(plain), rows, targets), "ours": training_step(ours, rows, targets)}
+    rows, targets, by_hand = rows.to(device).requires_grad_(), targets.to(device), Plain(plain).to(device)
+    assert torch.allclose(ours(rows, targets), by_hand(rows, targets), rtol=1e-4)
+    return {"plain": training_step(by_hand, rows, targets), "ours": training_step(ours, rows, targets)}
 
 
 def peak(kind: str, size: int, name: str) -> int:

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from memory import CLEAR, resident
-from report import Record, Run, apart, print_records
+from report import CPU, Record, Run, apart, print_records
 from torch import Tensor
 
 from fullrank import causal_lm_loss, token_log_probs
@@ -56,15 +56,23 @@ FORMS: dict[str, tuple[Form, float]] = {
 }
 
 
+def draw(
+    sizes: tuple[int, int, int], share: float, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states and the weight of the head, which require grad, and labels of which ``share`` count."""
+    (tokens, words, columns), generator = sizes, torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, columns, generator=generator, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(words, columns, generator=generator, device=device, dtype=dtype).div_(columns**0.5)
+    labels = torch.randint(0, words, (tokens,), generator=generator, device=device)
+    labels[torch.rand(tokens, generator=generator, device=device) >= share] = -100
+    return hidden, weight.requires_grad_(), labels
+
+
 def measure(name: str, sizes: tuple[int, int, int]) -> tuple[int, float, float]:
     """Return the peak in bytes, the seconds and the loss of one form."""
     torch.set_num_threads(1)
     form, share = FORMS[name]
-    (tokens, words, columns), generator = sizes, torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, columns, generator=generator).requires_grad_()
-    weight = (torch.randn(words, columns, generator=generator) / columns**0.5).requires_grad_()
-    labels = torch.randint(0, words, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) >= share] = -100
+    hidden, weight, labels = draw(sizes, share)
     form(hidden[:FEW].detach().requires_grad_(), weight[:FEW].detach().requires_grad_(), labels[:FEW] % FEW).backward()
     CLEAR.write_text("5")  # the peak so far becomes the resident set
     before, start = resident("VmRSS"), time.process_time()
