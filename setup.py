@@ -19,7 +19,7 @@ STRIP = {"linux": ["-Wl,-s"], "darwin": ["-Wl,-x"]}  # by the linker, because th
 
 RECORD = ".record"
 PASSES = ["smooth_ap", "smooth_ap_of_rows", "ndcg", "soft_maximum", "unit_rows", "unit_gradient"]
-PASSES += ["moments", "evaluate", "rates"]  # of bins
+PASSES += ["cross_entropy", "sigmoid_of_pairs", "cross_entropy_of_labels", "moments", "evaluate", "rates"]  # of bins
 
 
 class BuildLibrary(build_ext):
@@ -72,7 +72,7 @@ def long_description(home: str) -> str:
 library = Extension(
     "fullrank.kernels.native.sums",
     ["kernels/native/sums.c"],
-    depends=[f"kernels/native/{name}.inc" for name in ("bins", "pairs", "rows", "soft_maximum")],
+    depends=[f"kernels/native/{name}.inc" for name in ("bins", "contrast", "pairs", "rows", "soft_maximum")],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     extra_link_args=STRIP.get(sys.platform, []),
     export_symbols=[f"{name}_float{bits}" for name in PASSES for bits in (32, 64)],

@@ -62,6 +62,9 @@ def _load() -> dict[torch.dtype, dict[str, Any]]:
             "soft_maximum": [*[_POINTER] * 8, _NUMBER, _NUMBER, _DOUBLE, _NUMBER, *[_POINTER] * 5],
             "unit_rows": [_POINTER, _NUMBER, _NUMBER, _POINTER],
             "unit_gradient": [*[_POINTER] * 3, _NUMBER, _NUMBER, _DOUBLE, _POINTER],
+            "cross_entropy": [*[_POINTER] * 3, *[_NUMBER] * 4, _POINTER],
+            "sigmoid_of_pairs": [*[_POINTER] * 3, *[_NUMBER] * 3, _POINTER],
+            "cross_entropy_of_labels": [*[_POINTER] * 4, *[_NUMBER] * 3, _POINTER],
             "moments": [*rows, _POINTER],
             "evaluate": [*rows, *[_POINTER] * 4],
             "rates": [*[_POINTER] * 3, _NUMBER, real, real, _NUMBER, _NUMBER, _DOUBLE, *[_POINTER] * 4],
@@ -268,10 +271,36 @@ def unit_rows(rows: Tensor) -> Tensor | None:
 
 def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
     """Return ``factor`` times the gradient of the rows (N, D) from that of their :func:`unit_rows`, or None."""
-    given, out = (rows.detach().contiguous(), unit.contiguous(), gradient.contiguous()), rows.new_empty(rows.shape)
-    addresses, numbers = _addresses(*((one, rows.dtype, rows.shape) for one in given)), (*rows.shape, factor)
-    is_computed = addresses and FUNCTIONS[rows.dtype]["unit_gradient"](*addresses, *numbers, out.data_ptr())
+    alike, out = (rows.dtype, rows.shape), rows.new_empty(rows.shape)
+    rows, unit, gradient = rows.detach().contiguous(), unit.contiguous(), gradient.contiguous()
+    addresses = _addresses((rows, *alike), (unit, *alike), (gradient, *alike))
+    is_computed = addresses and FUNCTIONS[rows.dtype]["unit_gradient"](*addresses, *rows.shape, factor, out.data_ptr())
     return out if is_computed else None
+
+
+def terms_of_pairs(
+    name: str, scores: Tensor, positives: Tensor, weight: Tensor, first: int, both_ways: bool = False
+) -> Tensor | None:
+    """Return the weighted sum of the losses ``name`` of a block (b, K), the gradient in place of the scores, or None.
+
+    ``positives`` are the scores of the pairs, and ``first + i`` the candidate of row i. ``both_ways`` adds the losses
+    of the first b candidates as anchors of the rows.
+    """
+    total, columns, last = weight.new_empty(()), scores.shape[:1], [both_ways] if name == "cross_entropy" else []
+    given = (scores, scores.dtype, scores.shape), (positives, scores.dtype, columns), (weight, torch.float64, columns)
+    addresses, numbers = _addresses(*given), (*scores.shape, first, *last)
+    is_computed = addresses and FUNCTIONS[scores.dtype][name](*addresses, *numbers, total.data_ptr())
+    return total if is_computed else None
+
+
+def terms_of_labels(scores: Tensor, labels: Tensor, others: Tensor, weight: Tensor, first: int | None) -> Tensor | None:
+    """Return the weighted sum of the losses of rows (b,) with labels, the gradient in place of the scores, or None."""
+    given = (labels, torch.int64, scores.shape[:1]), (others, torch.int64, scores.shape[1:])
+    addresses = _addresses((scores, scores.dtype, scores.shape), *given, (weight, torch.float64, scores.shape[:1]))
+    total, numbers = weight.new_empty(()), (*scores.shape, -1 if first is None else first)
+    name = "cross_entropy_of_labels"
+    is_computed = addresses and FUNCTIONS[scores.dtype][name](*addresses, *numbers, total.data_ptr())
+    return total if is_computed else None
 
 
 def moments(

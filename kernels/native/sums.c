@@ -52,11 +52,22 @@
 //   out                       (rows, size), written
 //   returns 1, or 0 for sizes that do not fit
 //
+// cross_entropy, sigmoid_of_pairs, cross_entropy_of_labels: the weighted sum of the losses of anchors, see
+// losses/embeddings; the gradient takes the place of the scores
+//   scores                    (rows, size)
+//   positives                 (rows), the scores of the pairs, of which that of row i is candidate first + i
+//   both_ways                 columns, of which column i is the pair of row i, are anchors of the first columns too
+//   labels, others            (rows) and (size); row i itself is candidate first + i, none if first is -1
+//   weight                    (rows) of double
+//   total                     (1) of double, written
+//   returns 1, or 0 for numbers that do not fit
+//
 // moments, evaluate, rates: see bins.inc and kernels/bins.py. A call is one thread.
 //   returns 1, or 0 for numbers of rows, bins and powers that are not those of tables, and where a table is missing
 //
 // Sizes and numbers are checked here. Tensors are as kernels/native/__init__.py proves them: of the size that is said.
 // Any byte of a mask but 0 is True.
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -124,6 +135,9 @@ INLINE void sort(double* numbers, int64_t size) {
 #define MANTISSA 23
 #define FAR 85.0  // temperatures: exp(FAR) and exp(-FAR) are normal numbers
 #define NEAREST rintf
+#define ROUNDS 12582912.0f       // 1.5 * 2^23
+#define LN2_FIRST 0.693359375f   // products with whole numbers up to FAR / LN2 are exact
+#define LN2_LAST -2.12194440054690582e-04f
 static const float SERIES_float32[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040};
 #include "pairs.inc"
 #include "bins.inc"
@@ -135,6 +149,9 @@ static const float SERIES_float32[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 
 #undef MANTISSA
 #undef FAR
 #undef NEAREST
+#undef ROUNDS
+#undef LN2_FIRST
+#undef LN2_LAST
 
 #define TYPE float64
 #define REAL double
@@ -143,6 +160,9 @@ static const float SERIES_float32[] = {1, 1, 1. / 2, 1. / 6, 1. / 24, 1. / 120, 
 #define MANTISSA 52
 #define FAR 700.0
 #define NEAREST rint
+#define ROUNDS MAGIC
+#define LN2_FIRST LN2_HIGH
+#define LN2_LAST LN2_LOW
 static const double SERIES_float64[] = {1,          1,           1. / 2,        1. / 6,         1. / 24,
                                         1. / 120,   1. / 720,    1. / 5040,     1. / 40320,     1. / 362880,
                                         1. / 3628800, 1. / 39916800, 1. / 479001600, 1. / 6227020800};
@@ -153,11 +173,14 @@ static const double SERIES_float64[] = {1,          1,           1. / 2,        
 #undef REAL
 
 #include "soft_maximum.inc"
+#include "contrast.inc"
 #define TYPE float32
 #define REAL float
 #include "soft_maximum.inc"
+#include "contrast.inc"
 #undef TYPE
 #undef REAL
 #define TYPE float64
 #define REAL double
 #include "soft_maximum.inc"
+#include "contrast.inc"

@@ -71,6 +71,8 @@ class InfoNCELoss(PairLoss):
         *PairLoss._of_all,
     )
 
+    _in_c = "cross_entropy"
+
     def __init__(
         self,
         temperature: float = 0.07,

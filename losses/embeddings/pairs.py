@@ -20,6 +20,7 @@ from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import Words, check_amount, check_choice, check_positive, check_tensor, expected
+from ...kernels import native
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_device, check_values, checked_embeddings, has_values, weight_of_rows, weight_unit
@@ -105,6 +106,7 @@ class PairLoss(ContrastiveLoss):
     hardness_strength = 0.0
     _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
     _copies = 1  # of the scores of a block that are in memory together
+    _in_c = ""  # what the library calls the same as ``_terms``
     _pairs_views = True  # so keys that are the queries are a mistake
 
     def __init__(
@@ -425,7 +427,7 @@ class PairLoss(ContrastiveLoss):
         if learned:
             scale = learned[0].like(rows).clamp_max(learned[0].limit).exp()
         else:
-            scale = rows.new_tensor(1.0) / self._temperature
+            scale = rows.new_full((), 1.0).div_(self._temperature)
         if self.hardness_mode is not None:
             options["hardness"] = self.hardness_strength / scale
         if "pairs" in options:
@@ -439,6 +441,12 @@ class PairLoss(ContrastiveLoss):
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
+            if is_alike and native.is_usable(scores):
+                positives = self._masked(scores, place, there)
+                total = native.terms_of_pairs(self._in_c, scores, positives, weight[place], 0, both_ways=True)
+                if total is not None:
+                    return total, scores
+                scores.diagonal().copy_(positives)
             # A copy, of a single pair too; softmax_ works along the contiguous side.
             value_back, slope_back = self._block_loss(scores[:, square].clone().t(), place, back)
             value, slope = self._block_loss(scores, place, there)
@@ -447,6 +455,8 @@ class PairLoss(ContrastiveLoss):
 
         is_alone = len(rows) == len(keys.candidates["rows"])
         shares_product = self.symmetric and is_alone and len(rows) <= anchors_at_once(candidates["rows"])
+        # The library has both directions in one call, where two rows have the same score in both.
+        is_alike = shares_product and limit is None and there.hardness is None and "offsets" not in candidates
         sums: list[Tensor] = []
         for direction in (there, back) if self.symmetric and not shares_product else (there,):
             block_loss = both_ways if shares_product else partial(self._block_loss, direction=direction)
@@ -476,6 +486,19 @@ class PairLoss(ContrastiveLoss):
 
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
+        positives, weight = self._masked(scores, place, direction), direction.weight[place]
+        first = direction.anchors.first + place.start
+        total = native.terms_of_pairs(self._in_c, scores, positives, weight, first)
+        if total is None:
+            diagonal = scores.diagonal(first)
+            diagonal.fill_(lowest(scores))
+            losses, of_positives = self._terms(scores, positives, weight.to(scores))
+            diagonal.copy_(of_positives)
+            total = losses @ weight
+        return total, scores
+
+    def _masked(self, scores: Tensor, place: slice, direction: Direction) -> Tensor:
+        """Return the scores of the pairs of a block (b,), and mark the candidates (b, K) that are left out."""
         own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
         first, is_own, num_docs = direction.anchors.first + place.start, None, direction.num_docs
         if direction.pairs is not None:
@@ -489,8 +512,7 @@ class PairLoss(ContrastiveLoss):
             scores[:, :num_docs].add_(penalty)
         if "offsets" in others:
             scores.add_(others["offsets"])
-        diagonal, weight = scores.diagonal(first), direction.weight[place]
-        positives = diagonal.clone()  # [b]
+        positives = scores.diagonal(first).clone()  # [b]
         if direction.again is not None:
             again = scores.diagonal(direction.again + first)
             of_pairs = again.clone()
@@ -503,10 +525,7 @@ class PairLoss(ContrastiveLoss):
             scores[:, num_docs:].masked_fill_(is_own[:, num_docs:], least)
         if direction.again is not None:
             again.copy_(of_pairs)
-        diagonal.fill_(least)
-        losses, of_positives = self._terms(scores, positives, weight.to(scores))
-        diagonal.copy_(of_positives)
-        return losses @ weight, scores
+        return positives
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each anchor (b,), float64, and the weighted gradient of its positive (b,).

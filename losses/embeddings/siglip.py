@@ -45,6 +45,8 @@ class SigLIPLoss(PairLoss):
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and algorithm 1.
     """
 
+    _in_c = "sigmoid_of_pairs"
+
     def __init__(
         self,
         temperature: float = 0.1,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from ...distributed.gather import check_not_gathered, gather_after
 from ...distributed.header import DeviceCheck, Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import expected
+from ...kernels import native
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
 from ..rows import check_values, weight_of_rows, weight_unit
@@ -225,20 +225,28 @@ class SupConLoss(ContrastiveLoss):
             start = torch.searchsorted(in_order, targets)
             number = torch.searchsorted(in_order, targets, right=True) - start
             has_pair = number > (not has_reference)
-            largest = int(number.max()) if len(number) else 0
             start, number = start[own, None], number[own, None]
 
             def positives(place: slice) -> tuple[Tensor, Tensor]:
-                places = (start[place] + index[:largest]).clamp_max_(len(order) - 1)  # [b, S]
-                return order[places], index[:largest] < number[place]
+                up_to = index[: int(number[place].max())]  # [S]
+                places = (start[place] + up_to).clamp_max_(len(order) - 1)  # [b, S]
+                return order[places], up_to < number[place]
 
         if weight is None:
-            share = 1 / has_pair.sum().clamp_min(1).to(rows)
+            share = rows.new_ones(len(rows), dtype=torch.float64) / has_pair.sum().clamp_min(1)
         else:
             weight = weight / weight_unit(weight)
             mass = (weight * has_pair).sum()
-            share = (weight / torch.where(mass > 0, mass, 1.0))[own]
-        block_loss = partial(_block_loss, positives=positives, weight=share, first=first)
+            share = (weight / torch.where(mass > 0, mass, 1.0))[own].double()
+
+        def block_loss(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+            begin, of_block = None if first is None else first + place.start, share[place]
+            if targets.ndim == 1:
+                total = native.terms_of_labels(scores, targets[own][place], labels, of_block, begin)
+                if total is not None:
+                    return total, scores
+            return _block_loss(scores, *positives(place), of_block, begin)
+
         needs, scale = (anchors.needs_grad, others.needs_grad, False), rows.new_tensor(1.0 / self.temperature)
         copies = 8 if targets.ndim == 2 else 1
         sums, *gradients = sum_of_blocks(rows, candidates["rows"], scale, needs, block_loss, None, copies)
@@ -250,32 +258,27 @@ class SupConLoss(ContrastiveLoss):
 
 
 def _block_loss(
-    scores: Tensor,
-    place: slice,
-    positives: Callable[[slice], tuple[Tensor, Tensor]],
-    weight: Tensor,
-    first: int | None,
+    scores: Tensor, same: Tensor, inside: Tensor, weight: Tensor, first: int | None
 ) -> tuple[Tensor, Tensor]:
     r"""Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores.
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the others less a, the loss of a row is
     :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far apart keep
-    all digits. Row i of the block is candidate ``first + place.start + i``, or none if ``first`` is None. ``positives``
-    returns candidates (b, S) of a block, and which of them have a label of the anchor: the first if any has.
+    all digits. Row i of the block is candidate ``first + i``, or none if ``first`` is None. ``same`` are candidates
+    (b, S), and ``inside`` says which of them have a label of the anchor: the first if any has.
     """
-    (same, inside), least = positives(place), lowest(scores)
-    filler = same[:, :1]  # takes the places that are not inside; 0 is added to it
+    filler, least = same[:, :1], lowest(scores)  # takes the places that are not inside; 0 is added to it
     if first is not None:
-        filler = torch.arange(first + place.start, first + place.stop, device=scores.device)[:, None]
+        filler = torch.arange(first, first + len(scores), device=scores.device)[:, None]
         inside = inside & (same != filler)
     same, number = torch.where(inside, same, filler), inside.sum(dim=1)  # [b] |P_i|
-    share, weight = 1 / number.clamp_min(1).to(scores), (weight[place] if weight.ndim else weight) * (number > 0)
+    share, weight = 1 / number.clamp_min(1).to(scores), weight * (number > 0)
     scored = scores.gather(1, same)
     inner = scored.masked_fill(~inside, least)
     near, away = softmax_(inner), softmax_(scores.scatter_(1, same, least))
     gap = away - near
     spread = ((near[:, None] - scored) * inside).sum(dim=1) * share
-    total = (softplus(gap) + spread.double()) @ weight.double()
+    total = (softplus(gap) + spread.double()) @ weight
     push, factor = gap.sigmoid()[:, None], weight[:, None].to(scores)
     inner = (inner - share[:, None] - inner * push) * factor * inside
     return total, scores.mul_(push * factor).scatter_add_(1, same, inner)

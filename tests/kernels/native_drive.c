@@ -231,6 +231,22 @@ static void NAMED(run)(int64_t call) {
     add(unit, units), add(out, units);
     for (int64_t i = 0; i < num_units * length; ++i) require(fabs(unit[i]) <= 1 && isfinite(out[i]), "a unit row", call);
   }
+  const int64_t candidates = num_units + draw() % 600, from = draw() % (candidates - num_units + 1), block = num_units * candidates;
+  REAL *pairs = array(block * sizeof(REAL)), *own = array(num_units * sizeof(REAL));
+  double* share = array(num_units * sizeof(double));
+  int64_t* labels = array(candidates * sizeof(int64_t));
+  for (int64_t i = 0; i < num_units; ++i) own[i] = (REAL)normal(), share[i] = uniform();
+  for (int64_t j = 0; j < candidates; ++j) labels[j] = draw() % 4;
+  for (int kind = 0; kind < 5; ++kind) {
+    for (int64_t i = 0; i < block; ++i) pairs[i] = (REAL)(normal() * PICK(double, 1, 1, 100, 0));
+    pairs[draw() % block] = (REAL)PICK(double, 0, -INFINITY, spoiled);
+    if (kind < 2) is_computed = NAMED(cross_entropy)(pairs, own, share, num_units, candidates, kind ? 0 : from, kind, &total);
+    if (kind == 2) is_computed = NAMED(sigmoid_of_pairs)(pairs, own, share, num_units, candidates, from, &total);
+    if (kind > 2) is_computed = NAMED(cross_entropy_of_labels)(pairs, labels, labels, share, num_units, candidates, kind == 3 ? from : -1, &total);
+    require(is_computed, "terms of pairs", call);
+    add(&total, sizeof(total)), add(pairs, block * sizeof(REAL));
+  }
+  free(pairs), free(own), free(share), free(labels);
   free(given), free(unit), free(slopes), free(out);
   free(table), free(exact), free(coefficients), free(values), free(weight), free(fields), free(terms), free(sums);
   free(positive), free(member), free(scores), free(loss), free(valid);
@@ -252,6 +268,17 @@ static void NAMED(refusals)(void) {
   for (unsigned i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i) {
     require(!NAMED(unit_rows)(&score, sizes[i][0], sizes[i][1], &score), "sizes of unit rows", i);
     require(!NAMED(unit_gradient)(&score, &score, &score, sizes[i][0], sizes[i][1], 1, &score), "sizes of gradients", i);
+    require(!NAMED(cross_entropy)(&score, &score, &good, sizes[i][0], sizes[i][1], 0, 0, &loss), "sizes of pairs", i);
+    require(!NAMED(sigmoid_of_pairs)(&score, &score, &good, sizes[i][0], sizes[i][1], 0, &loss), "sizes of pairs", i);
+    require(!NAMED(cross_entropy_of_labels)(&score, &target, &target, &good, sizes[i][0], sizes[i][1], 0, &loss), "sizes of labels", i);
+  }
+  for (int64_t first = -2; first < 3; ++first) {  // only candidates 0 and 1 are there, none is -1
+    REAL two[2] = {0}, one = 0;
+    int64_t labels[2] = {0};
+    require(NAMED(cross_entropy)(two, &one, &good, 1, 2, first, 0, &loss) == (first == 0 || first == 1), "a first pair", first);
+    require(NAMED(cross_entropy)(two, &one, &good, 1, 2, first, 1, &loss) == (first == 0), "a first pair of both ways", first);
+    require(NAMED(sigmoid_of_pairs)(two, &one, &good, 1, 2, first, &loss) == (first == 0 || first == 1), "a first pair", first);
+    require(NAMED(cross_entropy_of_labels)(two, labels, labels, &good, 1, 2, first, &loss) == (first > -2 && first < 2), "a first row", first);
   }
   const double temperatures[] = {NAN, INFINITY, -INFINITY, 0, -1, 5e-324, 1e-38};
   for (unsigned i = 0; i < sizeof(temperatures) / sizeof(double); ++i) {

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from loss_cases import normal, why_torch_computes
 from on_ranks import on_ranks
 from torch import Tensor, nn
@@ -424,7 +425,12 @@ def calls_of_c() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
     of_terms = functools.partial(evaluate, scores, None, out=out, of_positives=table.double())
     risk = [scores, positive, member, member[0], positive[0], weight, weight, first.double() + 1]
     graded = [weight, weight.double(), member[0], weight.double(), targets.sort().values]
+    of_block = [rows(1, 60, torch.float32)[0].view(6, 10), weight[:6].clone(), weight[:6].double()]
+    labels = torch.arange(6), torch.arange(10)
     return {
+        "cross_entropy": (lambda *given: native.terms_of_pairs("cross_entropy", *given, 2), of_block),
+        "sigmoid_of_pairs": (lambda *given: native.terms_of_pairs("sigmoid_of_pairs", *given, 2), of_block),
+        "terms_of_labels": (lambda *given: native.terms_of_labels(*given, 2), [of_block[0], *labels, of_block[2]]),
         "smooth_ap_rows": (
             lambda *given: native.smooth_ap_rows(*given, -100, 0.1, 1.0, True, ALL),
             [scores.t().contiguous(), targets, weight, weight],
@@ -764,3 +770,65 @@ def test_many_weighted_rows_of_classes_of_which_some_are_ignored() -> None:
         fullrank.losses.smooth_ap(logits, targets[kept], 0.1, sample_weight=weight).backward()
         gradients.append(logits.grad[targets[kept] >= 0])
     torch.testing.assert_close(*gradients, rtol=2e-6, atol=2e-6 * float(gradients[1].abs().max()))
+
+
+def _terms_by_hand(kind: str, scores: Tensor, labels: Tensor, others: Tensor, first: int) -> Tensor:
+    """Return the loss of each anchor (b,), by the definitions, where the pair of row i is candidate ``first + i``."""
+    losses = []
+    for i, row in enumerate(scores):
+        own = torch.arange(len(row)) == first + i
+        if kind == "sigmoid_of_pairs":
+            losses.append(F.softplus(-row[own]).sum() + F.softplus(row[~own], threshold=700).sum())
+            continue
+        same = (others == labels[i]) & ~own if kind == "labels" else own
+        if not same.any():
+            losses.append(0.0 * row.sum())
+            continue
+        inside, outside = row[same].logsumexp(0), row[~same & ~own].logsumexp(0)
+        losses.append(F.softplus(outside - inside, threshold=700) + inside - row[same].mean())
+    if kind == "both ways":
+        square = scores[:, : len(scores)].t()
+        return torch.stack(losses) + _terms_by_hand("cross_entropy", square, labels, others, 0)
+    return torch.stack(losses)
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kind", ["cross_entropy", "both ways", "sigmoid_of_pairs", "labels"])
+def test_terms_of_pairs_are_those_of_the_definitions(kind: str, dtype: torch.dtype) -> None:
+    """With widths around those of the parts of a sum, candidates that are left out, and pairs far apart."""
+    for size, spread, first in ((9, 1.0, 0), (16, 3.0, 4), (513, 1.0, 7), (1_100, 20.0, 0), (40, 300.0, 3)):
+        first = 0 if kind == "both ways" else first
+        scores = (spread * normal(7, size, seed=size)).to(dtype)
+        weight, labels, others = torch.rand(7, dtype=torch.float64), torch.arange(7) % 3, torch.arange(size) % 5
+        scores[2, [1, 3]] = -math.inf
+        others[first : first + 7] = labels
+        exact = scores.double().requires_grad_()
+        wanted = _terms_by_hand(kind, exact, labels, others, first) @ weight
+        (gradient,) = torch.autograd.grad(wanted, exact)
+        found, positives = scores.clone(), scores.diagonal(first)[:7].clone()
+        if kind == "labels":
+            total = native.terms_of_labels(found, labels, others, weight, first)
+        else:
+            name = kind.replace("both ways", "cross_entropy")
+            total = native.terms_of_pairs(name, found, positives, weight, first, kind == "both ways")
+        # A sum has up to 32 roundings in each of 16 parts and 16 more, an exponential has 10, and a gap that of scores.
+        bound = (60 + 2 * scores[scores.isfinite()].abs().max()) * torch.finfo(dtype).eps
+        assert abs(total - wanted) <= bound * wanted.abs()
+        assert (found - gradient).norm() <= bound * gradient.norm()
+        assert (found.roll(1, 0) - gradient).norm() > 0.1 * gradient.norm(), "the control"
+
+
+@needs_extension
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_reaches_the_terms_of_its_row_alone(number: float) -> None:
+    for name, both_ways in (("cross_entropy", False), ("cross_entropy", True), ("sigmoid_of_pairs", False)):
+        scores, weight = normal(4, 20, seed=1).float(), torch.ones(4, dtype=torch.float64)
+        scores[1, 9] = number
+        total = native.terms_of_pairs(name, scores, scores.diagonal().clone(), weight, 0, both_ways)
+        assert not total.isfinite()
+        assert scores[[0, 2, 3]].isfinite().all()
+        assert name != "cross_entropy" or scores[1].isnan().sum() >= 19
+    scores[1, 9], labels = number, torch.arange(20) % 4
+    assert native.terms_of_labels(scores, labels[:4], labels, weight, 0).isnan()
+    assert scores[1].isnan().all()
