@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
 from ..distributed.group import Group, group_ranks, resolve_group
-from ..distributed.header import DeviceCheck, Offer, agree_on, combined, public_class, reason_of
+from ..distributed.header import DeviceCheck, Offer, agree_on, combined, copy_of
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, expected
 from ..gradients.all_reduce_grads import Summand, add_, distinct_entries, plan_sum
@@ -37,7 +36,7 @@ from .inner_backward import check_zero
 from .step import Step
 from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, sum_of
 from .token_count import Term, check_amounts, check_scalar
-from .window import Window, open_window
+from .window import Window, find_wrappers, open_window
 from .window_sums import WindowSums
 
 B = TypeVar("B")
@@ -75,16 +74,13 @@ class DeferredMean:
         optimizer.zero_grad()
 
     Args:
-        model: see :func:`accumulate`. Several objects may serve parts of one model, such as adapters, if they have no
-            trainable parameter in common.
-        group: the ranks over which counts and losses are added; see :func:`accumulate`.
+        model, group: see :func:`accumulate`. Several objects may serve parts of one model, such as adapters, if they
+            have no trainable parameter in common.
         multiplier: the number that a backward divides gradients by; None to read it from ``model``. Pass the number of
             ranks for a part of a model under DDP: its parameters do not show that DDP reduces them.
 
     Raises:
-        TypeError: when ``model`` is not a module.
-        ValueError: when its gradients are divided by several numbers (experts: see :func:`sum_gradients_`); when no
-            wrapper reduces them, in a job of several ranks without ``group`` and ``multiplier``.
+        TypeError, ValueError: for a model that :func:`accumulate` refuses, unless it gets ``multiplier``.
         RuntimeError: when another object has collected gradients of the same parameters and has not finished them.
 
     Numerics:
@@ -142,20 +138,15 @@ class DeferredMean:
             TypeError, ValueError: see :meth:`Step.backward`; for a mean unless ``n`` is 1; for losses by name.
             RuntimeError: when the wrapper is set not to reduce (``no_sync``); when the first call of a step finds
                 gradients that are not 0, of the constructor's time or of the last :meth:`finish`; when there is a newer
-                object for the model.
-
-        Every rank raises an error before the backward, so gradients and counts stay as they were.
+                object for the model. Every rank raises it before the backward: gradients and counts stay as they were.
 
         A loss may have back-propagated a part of itself before, unscaled: it is divided with the rest. Before such a
         loss set gradients to None: those that were set to 0 in place look like old ones.
         """
         is_first, sync = self._sums.num_calls == 0, None
         if is_first:
-            # The next header raises an error, in the group of the last step, which the other ranks use.
-            with suppress(Exception):
-                sync = find_sync(self._model)
-        if sync is not None:
-            self._ranks = find_ranks(sync, self._group)
+            sync, ranks = find_wrappers(self._model, self._group)
+            self._ranks = ranks if sync is not None else self._ranks  # after an error those of the other ranks
 
         def bring() -> Offer[Tensor]:
             check, facts = self._check_call((sync or find_sync(self._model)) if is_first else None)
@@ -200,13 +191,11 @@ class DeferredMean:
             ``CallTotals(loss_sum, num_terms)`` of the window over all ranks.
 
         Raises:
-            TypeError: when ``fn`` is not a function, or returns no pair.
-            TypeError, ValueError, RuntimeError: see :meth:`backward` and :func:`accumulate`. An error before the first
-                forward leaves gradients and counts as they were. A later one discards those of the whole step.
+            TypeError, ValueError, RuntimeError: see :meth:`backward` and :func:`accumulate`; for a result of ``fn``
+                that is no pair. An error before the first forward leaves gradients and counts as they were. A later
+                one discards those of the whole step.
 
-        Distributed:
-            Two headers, one reduction, and DDP's broadcast of buffers. Every rank raises an error, except where
-            forwards communicate, as under FSDP2: a rank whose ``fn`` raises without a forward raises alone.
+        Distributed: two headers, one reduction, and DDP's broadcast of buffers. Errors as in :func:`accumulate`.
         """
 
         def bring(window: Window) -> Offer[float]:
@@ -216,15 +205,7 @@ class DeferredMean:
             return Offer(self._multiplier, facts, check=check)
 
         window, multiplier, _ = open_window(
-            _SumStep._call,
-            self._model,
-            micro_batches,
-            sync="last",
-            group=self._group,
-            multiplier=self._given_multiplier,
-            bring=bring,
-            by_hand=_BY_HAND,
-            sums_later=True,
+            _SumStep._call, self._model, micro_batches, sync="last", group=self._group, bring=bring, sums_later=True
         )
         self._ranks = window.ranks
         term = Term("", "a sum", number=multiplier, factor=1.0)
@@ -239,7 +220,6 @@ class DeferredMean:
         return self._add(term.total, sums.num_items, sums.kind)
 
     def _add(self, loss: float, num_terms: float, kind: tuple[torch.dtype, torch.device]) -> CallTotals:
-        """Add the sums of a call over all ranks, and return them."""
         sums = self._sums
         self._sums = _Sums(sums.num_calls + 1, sums.num_terms + num_terms, sums.loss + loss, kind)
         return CallTotals(loss, _as_count(num_terms))
@@ -287,18 +267,15 @@ class DeferredMean:
         Raises:
             TypeError, ValueError: for an entry that is neither; for parameters that are not the model's; for the same
                 parameter and group twice; for parameters that no wrapper reduces, unless a pair lists them or the
-                constructor got ``group``; when the ranks of an entry have different counts; see also
-                :func:`all_reduce_grads_`.
-            RuntimeError: without a backward since the last finish; when the way the model reduces has changed since the
-                first backward.
+                constructor got ``group``; see also :func:`all_reduce_grads_`.
+            RuntimeError: without a backward since the last finish; when the way the model reduces has changed since.
+                Every rank raises it with the gradients untouched, and you may call finish again.
 
-        Distributed:
-            One header, another one with ``sync_groups``, and what :func:`all_reduce_grads_` exchanges for each entry.
-            Every rank raises an error with the gradients untouched, and you may call finish again.
+        Distributed: one header, another one with ``sync_groups``, and :func:`all_reduce_grads_` of each entry.
         """
         sums = self._sums
 
-        def bring() -> Offer[tuple[list[Entry], list[_SyncEntry], set[str]]]:
+        def bring() -> Offer[tuple[list[Entry], _ToSync, set[str]]]:
             if sums.num_calls == 0:
                 fix = "A second sync would add and divide final gradients again. Call backward first."
                 raise RuntimeError(expected("gradients", "a backward since the last finish", Words("none"), fix))
@@ -308,8 +285,7 @@ class DeferredMean:
                 fix = "Call sum_gradients_ before the first backward; discard() drops what was collected in two ways."
                 raise RuntimeError(expected("model", "gradients divided by one number throughout", got, fix))
             entries = distinct_entries(self._model)
-            to_sync = _read_sync_groups(sync_groups, entries)
-            paired = {id(parameter) for listed, _, is_pair in to_sync if is_pair for _, parameter in listed}
+            to_sync, paired = _read_sync_groups(sync_groups, entries)
             unmanaged = sync.unmanaged if self._group is None else []
             missing = [name for name in unmanaged if id(self._model.get_parameter(name)) not in paired]
             if missing:
@@ -333,25 +309,20 @@ class DeferredMean:
         by_kind: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
         for entry in entries:
             grad = local_gradient(entry)
-            if grad is not None:
+            if grad is not None and not sums.num_terms:
+                grad.zero_()
+            elif grad is not None:
                 divisor = 1.0 if unmanaged and entry.name in unmanaged else self._multiplier  # of the wrapper
                 by_kind.setdefault((divisor, grad.device, grad.dtype), []).append(grad)
         for (divisor, _, _), grads in by_kind.items():
-            if sums.num_terms:
-                divide_each_(grads, sums.num_terms / divisor)
-            else:
-                for grad in grads:
-                    grad.zero_()
+            divide_each_(grads, sums.num_terms / divisor)
         self._mean_loss = as_mean(sums.loss, sums.num_terms, *sums.kind)
         self._sums = _Sums()
         self._note_gradients(entries)
         return _as_count(sums.num_terms)
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the last finished step: a detached scalar, the same on every rank.
-
-        In the dtype of the losses, float32 for half precision. Raises RuntimeError before the first :meth:`finish`.
-        """
+        """Return the loss of the last finished step, as :meth:`Step.mean_loss` does; RuntimeError before one."""
         if self._mean_loss is None:
             raise RuntimeError(expected("mean_loss", "a step that is finished", Words("none"), "Call finish() first."))
         return self._mean_loss.clone()
@@ -375,11 +346,7 @@ class DeferredMean:
         return {**state, "num_calls": torch.tensor(sums.num_calls), "like": like}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue a step that :meth:`state_dict` describes; set the gradients too, before the next call.
-
-        Raises:
-            ValueError: when the wrappers divide gradients by another number than then.
-        """
+        """Continue a step that :meth:`state_dict` describes; set the gradients too, before the next call."""
         if (given := float(state["multiplier"])) != self._multiplier:
             fix = "Finish a step on as many ranks as it was begun on."
             raise ValueError(expected("multiplier", f"{self._multiplier:g}, as the model divides now", given, fix))
@@ -389,7 +356,6 @@ class DeferredMean:
         )
 
     def _set_wrappers(self, sync: GradientSync) -> None:
-        """Store and check how the model reduces in this step."""
         multiplier, self._sync = self._given_multiplier, sync
         sync.check_wrapped(others_reduce=self._group is not None or multiplier is not None, fix=_BY_HAND)
         self._multiplier = sync.checked_multiplier(self._group, multiplier)
@@ -451,60 +417,51 @@ class _Sums(NamedTuple):
     kind: tuple[torch.dtype, torch.device] = torch.float32, torch.device("cpu")  # of the last loss
 
 
-class _SyncEntry(NamedTuple):
-    """Parameters, and the group over which :meth:`DeferredMean.finish` adds their gradients."""
-
-    parameters: list[Entry]
-    group: ProcessGroup | None  # None adds nothing; so does a group of one rank
-    is_pair: bool  # the caller listed the parameters; otherwise they are all of the model's
+# Parameters, and the group over which their gradients are added; None adds nothing, and so does a group of one rank.
+_ToSync = list[tuple[list[Entry], ProcessGroup | None]]
 
 
-def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> list[_SyncEntry]:
-    """Return the entries of ``sync_groups`` for a model of ``model_entries``; TypeError or ValueError if bad."""
+def _read_sync_groups(sync_groups: Any, model_entries: list[Entry]) -> tuple[_ToSync, set[int]]:
+    """Return ``sync_groups`` of a model, and the ids of the parameters in pairs; TypeError or ValueError if bad."""
     if isinstance(sync_groups, (str, dict)) or not isinstance(sync_groups, Iterable):
         what = "a list of groups and of (parameters, group) pairs"
         raise TypeError(expected("sync_groups", what, sync_groups, "Pass [group] for one group."))
-    to_sync: list[_SyncEntry] = []
+    to_sync, paired = _ToSync(), set[int]()
     for index, item in enumerate(sync_groups):
-        is_pair = isinstance(item, (tuple, list)) and len(item) == 2
-        parameters, group = item if is_pair else (None, item)
-        try:
-            listed = distinct_entries(parameters) if is_pair else model_entries
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"sync_groups[{index}]: {error}") from error
+        listed, group = model_entries, item
+        if isinstance(item, (tuple, list)) and len(item) == 2:
+            try:
+                listed, group = distinct_entries(item[0]), item[1]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"sync_groups[{index}]: {error}") from error
+            paired.update(id(parameter) for _, parameter in listed)
         ranks = None if group is None else resolve_group(group, name=f"sync_groups[{index}]")
-        to_sync.append(_SyncEntry(listed, ranks if ranks is not None and ranks.size() > 1 else None, is_pair))
+        to_sync.append((listed, ranks if ranks is not None and ranks.size() > 1 else None))
     known, seen = {id(entry.parameter) for entry in model_entries}, set()
-    for index, (listed, ranks, _) in enumerate(to_sync):
+    for index, (listed, ranks) in enumerate(to_sync):
         members = () if ranks is None else tuple(group_ranks(ranks))
         for entry in listed:
             key = id(entry.parameter), members
             if key[0] not in known:
-                raise ValueError(
-                    expected(f"{entry.name} in sync_groups[{index}]", "a parameter of the model", entry.parameter)
-                )
-            if members and key in seen:
-                fix = "It is listed in an earlier entry, alone or with all parameters of the model."
-                got = Words("a second sum over the same ranks")
                 place = f"{entry.name} in sync_groups[{index}]"
+                raise ValueError(expected(place, "a parameter of the model", entry.parameter))
+            if members and key in seen:
+                place, got = f"{entry.name} in sync_groups[{index}]", Words("a second sum over the same ranks")
+                fix = "It is listed in an earlier entry, alone or with all parameters of the model."
                 raise ValueError(expected(place, "one sum over each group", got, fix))
             seen.add(key)
-    return to_sync
+    return to_sync, paired
 
 
-def _plan_sums(to_sync: list[_SyncEntry], count: float) -> list[tuple[list[Summand], ProcessGroup]]:
-    """Return what to add over which group, after comparing it within each group; or raise the first error.
-
-    After an error too, because the ranks of the other groups wait for this one. It raises a copy: with an error that an
-    agreement has raised, this rank would skip the next header, in which others may wait.
-    """
+def _plan_sums(to_sync: _ToSync, count: float) -> list[tuple[list[Summand], ProcessGroup]]:
+    """Return what to add over which group; raise the first error after all groups, whose ranks wait for this one."""
     plans, errors = [], []
-    for parameters, group, _ in to_sync:
+    for parameters, group in to_sync:
         if group is not None:
             try:
                 plans.append((plan_sum(parameters, group, count), group))
             except Exception as error:
                 errors.append(error)
     if errors:
-        raise public_class(errors[0])(reason_of(errors[0]))
+        raise copy_of(errors[0])
     return plans

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.group import Group, resolve_group
-from ..distributed.header import Offer, agree_on, public_class, reason_of
+from ..distributed.header import Offer, agree_on, copy_of
 from ..distributed.torch_private import not_compiled
 from ..errors import Words, check_amount, expected
 from ..gradients.all_reduce_grads import note_count
@@ -55,8 +55,8 @@ class PipelineMean:
 
     Args:
         schedule: any schedule with a ``loss_fn`` that returns the *sum* of the losses of a micro-batch, such as with
-            ``reduction="sum"``, of one or more stages on this rank, plain or with FSDP2 or HSDP. Its
-            ``scale_grads`` has no effect here.
+            ``reduction="sum"``, of one or more stages on this rank, plain or with FSDP2 or HSDP. Its ``scale_grads``
+            has no effect here.
         count: the number of terms that the losses sum: a function of ``target``; :func:`count_valid_tokens`, with
             keywords bound by ``functools.partial``, for a target of labels; or one number over all ranks.
         group: the ranks that hold other rows for the same stage. None is the ranks over which the wrapper of this
@@ -64,12 +64,10 @@ class PipelineMean:
         multiplier: the number that gradients are divided by after the loss; None to read it from the stages.
 
     Raises:
-        TypeError: when ``schedule`` is not a schedule.
-        ValueError: for stages with DDP; for stages of this rank that reduce over several groups; for stages without a
-            wrapper if ``group`` is needed; see also :func:`accumulate`. The constructor raises on this rank only.
+        TypeError, ValueError: on this rank, for what is not a schedule; for stages with DDP; for stages that reduce
+            over several groups, or have no wrapper if ``group`` is needed; see also :func:`accumulate`.
 
-    Distributed:
-        Two headers over the stages and two over ``group``, in addition to what the schedule exchanges.
+    Distributed: two headers over the stages and two over ``group``, in addition to what the schedule exchanges.
     """
 
     def __init__(self, schedule: Any, count: Count, group: Group = None, *, multiplier: float | None = None) -> None:
@@ -148,10 +146,7 @@ class PipelineMean:
         return outputs
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the last step: a detached scalar on the device of the stage, equal on every rank.
-
-        In the dtype of the losses, float32 for half precision. Raises RuntimeError before the first :meth:`step`.
-        """
+        """Return the loss of the last step, as :meth:`Step.mean_loss` does, on every rank; RuntimeError before one."""
         if self._mean_loss is None:
             raise RuntimeError(expected("mean_loss", "a step that has ended", Words("none"), "Call step(...) first."))
         return self._mean_loss.clone()
@@ -199,10 +194,7 @@ class PipelineMean:
             note_count(part, number)
 
     def _agree(self, call: str, bring: Callable[[], Offer[T]]) -> tuple[T, list[list[float]]]:
-        """Agree over the stages, then over the pipelines; return the value and the totals of each pipeline.
-
-        The second header follows also after an error, because the same stage of other pipelines waits for it.
-        """
+        """Agree over the stages, then over the pipelines, also after an error, for which the other pipelines wait."""
 
         def bring_with_facts() -> Offer[Any]:
             offer: Offer[Any] = bring()
@@ -215,8 +207,8 @@ class PipelineMean:
             except Exception as error:
                 if self._ranks is None:
                     raise
-                # A copy: with an error that an agreement has raised, this rank would skip the header.
-                raise public_class(error)(reason_of(error)) from None
+                # With an error that an agreement has raised, this rank would skip the header.
+                raise copy_of(error) from None
             return Offer(value, facts, totals=[math.fsum(column) for column in zip(*agreed.totals)])
 
         agreed = agree_on(f"{call}, over the pipelines", self._ranks, bring_pipeline)

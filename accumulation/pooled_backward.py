@@ -27,6 +27,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -67,34 +68,29 @@ def pooled_backward(
         \frac{\partial L}{\partial s_g}
 
     Args:
-        model: see :func:`accumulate`; it contains every module that ``forward`` runs.
+        model, sync: see :func:`accumulate`; the model contains every module that ``forward`` runs.
         micro_batches: the window, a list of anything that ``forward`` takes. A micro-batch may have no rows.
-        forward: ``forward(batch) -> scores``, (rows, ...); called twice for each micro-batch.
-        loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores of the whole window in order. It
+        forward: ``forward(batch) -> scores``, (n_g, ...) of equal trailing shape and dtype; called twice for each
+            micro-batch.
+        loss: ``loss(scores, micro_batches) -> scalar``, with this rank's scores (sum of n_g, ...) of the window. It
             gathers over the ranks itself, as the pooled losses do. It is called once, so a queue sees the window once,
             and not at all after an error. It may use parameters of ``model``, such as a learned temperature, but no
             other tensor that requires grad, because no wrapper would reduce that gradient.
         group: the ranks that call this together, and that ``loss`` gathers over; see :func:`accumulate`.
-        sync: see :func:`accumulate`.
         scaler: a ``torch.amp.GradScaler`` that scales the loss before its gradient is computed.
         check_replay: compare the scores of both passes, and raise on every rank when they differ.
 
     Returns:
         The loss, a detached scalar, not scaled.
 
-    Shape:
-        scores (n_g, ...) with equal trailing shape and dtype; ``loss`` gets (sum of n_g, ...).
-
     Raises:
-        TypeError: for micro-batches without a length, and for scores or a loss that are not floating-point tensors.
-        ValueError: for a loss without a graph to the scores, or with one to leaves outside of ``model``; for scores
-            that are not from the forward of the DDP module; for a loss whose ``gradient_reduction`` does not match the
-            way ``model`` combines gradients; for a model or a window that :func:`accumulate` refuses.
+        TypeError, ValueError: for a model or a window that :func:`accumulate` refuses; for scores or a loss that are
+            not floating-point tensors; for a loss without a graph to the scores, or with one to leaves outside of
+            ``model``; for scores that are not from the forward of the DDP module; for a loss whose
+            ``gradient_reduction`` does not match the way ``model`` combines gradients.
         RuntimeError: when a replay gives different scores; when gradients are disabled; inside a backward.
 
-    Numerics:
-        Replayed scores may differ by the square root of their machine epsilon, relative to the largest score.
-
+    Numerics: replayed scores may differ by the root of their machine epsilon, relative to the largest score.
     Distributed:
         Four headers in addition to those of ``loss``, DDP's broadcast of buffers, and one reduction of the gradients.
         Errors are raised on every rank: before the second pass with the gradients untouched, in it after discarding the
@@ -114,7 +110,7 @@ def pooled_backward(
         Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
 
-    def bring(window: Window) -> Offer[tuple[torch.device, ...]]:
+    def bring(window: Window) -> Offer[_Passes]:
         if group is None:
             window.wrappers.check_group(None)
         for name, function in (("forward", forward), ("loss", loss)):
@@ -125,27 +121,43 @@ def pooled_backward(
         if not torch.is_grad_enabled():
             mode = Words("torch.no_grad or torch.inference_mode")
             raise RuntimeError(expected(CALL, "gradients to be enabled", mode, "Call it outside of them."))
-        facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": window.wrappers.divisor}
-        return Offer(accelerators_in_use(model), facts)
+        passes = _Passes(forward, accelerators_in_use(model), window.wrappers.divisor)
+        facts = {"scaler": scaler is not None, "check_replay": check_replay, "divisor": passes.divisor}
+        return Offer(passes, facts)
 
     refuse_in_backward(CALL)
-    window, devices, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
+    window, passes, _ = open_window(CALL, model, micro_batches, sync=sync, group=group, bring=bring)
     undo = ExitStack()  # its callbacks run only after an error
     with window.wrappers.restored(quiet=True), ExitStack() as scope, undo:
         undo.callback(window.wrappers.watch_forwards, broadcasts=True)
         undo.callback(window.wrappers.reshard)
         scope.callback(UNDO.reset, UNDO.set(undo))
-        scored = _score(window, forward, devices)
-        evaluated = _evaluate(window, loss, scored.leaf)
-        _replay(window, forward, devices, scored, evaluated, scaler, check_replay)
+        scored = _score(window, passes)
+        evaluated = _evaluate(window, passes, loss, scored.leaf)
+        _replay(window, passes, scored, evaluated, scaler, check_replay)
         undo.pop_all()
     window.wrappers.watch_forwards(broadcasts=True)  # after the reduction
     return evaluated.value.detach().reshape(())
 
 
-class _Scored(NamedTuple):
-    """The result of the first pass."""
+class _Passes(NamedTuple):
+    """What is the same in both passes."""
 
+    forward: Forward
+    devices: tuple[torch.device, ...]  # accelerators that a forward may draw random numbers on
+    divisor: float | None  # the number that the wrappers divide gradients by
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Disable the caller's autocast: a backward uses the dtypes of its forward, which may have disabled it too."""
+        with ExitStack() as stack:
+            for kind in {"cpu", *(device.type for device in self.devices)}:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
+
+class _Scored(NamedTuple):
     leaf: Tensor  # [rows of this rank, ...] the scores of the window
     sizes: list[int]  # rows of each micro-batch
     states: list[RngState]  # before each forward
@@ -158,7 +170,7 @@ class _Evaluated(NamedTuple):
     learned: Mapping[str, Tensor]
 
 
-def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) -> _Scored:
+def _score(window: Window, passes: _Passes) -> _Scored:
     """Step 1: return the scores of all micro-batches, computed without a graph."""
     states: list[RngState] = []
 
@@ -168,8 +180,8 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
         try:
             with torch.no_grad(), buffers_kept(window.model):
                 for batch in window.micro_batches:
-                    states.append(save_rng(devices))
-                    part = forward(batch)
+                    states.append(save_rng(passes.devices))
+                    part = passes.forward(batch)
                     # A copy: the next forward may write its output into the same memory.
                     scores.append(part.detach().clone() if isinstance(part, Tensor) else part)
         finally:
@@ -196,11 +208,11 @@ def _score(window: Window, forward: Forward, devices: Sequence[torch.device]) ->
     return agree_on(CALL, window.ranks, join).value
 
 
-def _evaluate(window: Window, loss: Callable[..., Any], leaf: Tensor) -> _Evaluated:
+def _evaluate(window: Window, passes: _Passes, loss: Callable[..., Any], leaf: Tensor) -> _Evaluated:
     """Step 2: return the loss of all scores, and the parameters of the model in its graph."""
 
     def evaluate() -> Offer[_Evaluated]:
-        with gradients_divided_by(window.wrappers.divisor):
+        with gradients_divided_by(passes.divisor):
             value = loss(leaf, window.micro_batches)
         if not isinstance(value, Tensor):
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
@@ -245,27 +257,21 @@ def _parameters_in(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _replay(
-    window: Window,
-    forward: Forward,
-    devices: Sequence[torch.device],
-    scored: _Scored,
-    evaluated: _Evaluated,
-    scaler: Any,
-    check_replay: bool,
+    window: Window, passes: _Passes, scored: _Scored, evaluated: _Evaluated, scaler: Any, check_replay: bool
 ) -> None:
     """Step 3: back-propagate the gradient of the loss to the parameters, and restore the random generators."""
     first, again = scored.leaf.detach(), list[Tensor]()
     last_grads: Mapping[str, Tensor] = {}  # of parameters that the loss uses, for the last backward
     # DDP with find_unused_parameters treats a parameter that the forward does not use as ready, and reduces the
     # gradient that it has by then. So a parameter that only the loss uses gets its gradient before that forward.
-    finds_unused = any(module.find_unused_parameters for module in window.wrappers.ddp)
+    finds_unused = any(map(attrgetter("find_unused_parameters"), window.wrappers.ddp))
     ddp_reduces_each = window.sync == "each" and bool(window.wrappers.ddp)
 
     @functools.cache
     def replay_all() -> tuple[Tensor, Tensor]:
         nonlocal last_grads
         value, learned = evaluated
-        with _autocast_off(devices):
+        with passes.without_autocast():
             value = value if scaler is None else scaler.scale(value)
             score_grad, *grads = torch.autograd.grad(value, [scored.leaf, *learned.values()])
         learned_grads = dict(zip(learned, grads))
@@ -274,10 +280,10 @@ def _replay(
         for index, (batch, state, before, grad) in enumerate(parts):
             is_last = index == len(window.micro_batches) - 1
             if is_last and finds_unused:
-                _backpropagate(window, devices, learned_grads)
+                _backpropagate(window, passes, learned_grads)
             used = window.switch(index)
             restore_rng(state)
-            scores = forward(batch)
+            scores = passes.forward(batch)
             if not isinstance(scores, Tensor) or scores.shape != before.shape or scores.dtype != before.dtype:
                 what = f"scores like those of the first pass, {before.dtype} of shape {tuple(before.shape)}"
                 raise RuntimeError(expected("forward", what, scores, _CAUSES))
@@ -291,7 +297,7 @@ def _replay(
             if not is_last:
                 # DDP that reduces in this backward waits for the gradient of each parameter.
                 zeros = {name: torch.zeros_like(like) for name, like in last_grads.items()} if ddp_reduces_each else {}
-                _backpropagate(window, devices, zeros, scores, grad)
+                _backpropagate(window, passes, zeros, scores, grad)
         return scores, grad  # of the last micro-batch; its backward, which reduces, follows the header
 
     def close() -> Offer[tuple[Tensor, Tensor]]:
@@ -301,14 +307,14 @@ def _replay(
         difference, largest = compare_scores(first, torch.cat(again))
         return Offer(last, totals=(difference, largest * tolerance(first.dtype), largest))
 
-    state = save_rng(devices)
+    state = save_rng(passes.devices)
     try:
         if window.is_lockstep:
             replay_all()
         closed = window.close(CALL, close)
         if check_replay:
             _check_differences(closed.totals, [0] if window.ranks is None else group_ranks(window.ranks))
-        _backpropagate(window, devices, last_grads, *closed.value)
+        _backpropagate(window, passes, last_grads, *closed.value)
     except BaseException:
         discard_gradients_(window.model)
         raise
@@ -316,9 +322,7 @@ def _replay(
         restore_rng(state)
 
 
-def _backpropagate(
-    window: Window, devices: Sequence[torch.device], by_name: Mapping[str, Tensor], *root: Tensor
-) -> None:
+def _backpropagate(window: Window, passes: _Passes, by_name: Mapping[str, Tensor], *root: Tensor) -> None:
     """Back-propagate a tensor from its gradient, and the gradients ``by_name`` from the parameters of the model."""
     parameters, roots, gradients = dict(window.model.named_parameters()), [*root[:1]], [*root[1:]]
     for name, gradient in by_name.items():
@@ -326,7 +330,7 @@ def _backpropagate(
         roots.append(parameters[name])
         gradients.append(gradient.full_tensor() if is_whole else gradient)  # type: ignore[attr-defined]
     if roots:
-        with _autocast_off(devices):
+        with passes.without_autocast():
             torch.autograd.backward(roots, gradients)
 
 
@@ -342,10 +346,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
-    """Raise RuntimeError on all ``ranks`` when the replayed scores of one of them differ too much.
-
-    ``totals`` has for each rank the difference, the allowed difference and the largest score.
-    """
+    """Raise on all ``ranks`` if scores of one differ too much; ``totals``: difference, its limit, largest score."""
     wrong = [(rank, *row[:3]) for rank, row in zip(ranks, totals) if not row[0] <= row[1]]
     if wrong:
         parts = [f"{gap:.3g} on rank {rank}, where scores reach {largest:.3g}" for rank, gap, _, largest in wrong]
@@ -353,13 +354,3 @@ def _check_differences(totals: list[list[float]], ranks: Sequence[int]) -> None:
         fix = f"{_CAUSES} The gradients were discarded; check_replay=False accepts the difference."
         kind = RuntimeError if len(ranks) == 1 else RankRuntimeError
         raise kind(expected(CALL, "the same scores in both passes over the window", got, fix))
-
-
-@contextmanager
-def _autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Disable the caller's autocast: a backward uses the dtypes of its forward, which may have disabled it too."""
-    with ExitStack() as stack:
-        for kind in {"cpu", *(device.type for device in devices)}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -41,8 +41,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 class RngState(NamedTuple):
-    """The state of the CPU's generator and of the generators of accelerator devices."""
-
     cpu: Tensor
     devices: tuple[tuple[torch.device, Tensor], ...]
 
@@ -68,7 +66,6 @@ def save_rng(devices: Sequence[torch.device]) -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Set the generators back to ``state``."""
     torch.set_rng_state(state.cpu)
     for device, device_state in state.devices:
         torch.get_device_module(device).set_rng_state(device_state, device)

@@ -149,9 +149,7 @@ class Step:
 
         Multiply by it what is back-propagated without :meth:`backward`: the chunks of a chunked cross-entropy, or an
         auxiliary loss whose gradient is added inside the forward. Pass the value of such a loss to :meth:`record`.
-
-        Raises:
-            RuntimeError: outside of the loop; with counts by name.
+        RuntimeError outside of the loop, or with counts by name.
 
         Distributed:
             In the last micro-batch the first reading exchanges the header that :meth:`backward` exchanges otherwise,
@@ -184,8 +182,7 @@ class Step:
             weight: the factor of the name in :meth:`mean_loss`, as in :meth:`backward`.
 
         Raises:
-            TypeError, ValueError: for what is not a number, or an unknown name; see also :meth:`backward`.
-            RuntimeError: for a second call, or one after :meth:`backward`.
+            TypeError, ValueError, RuntimeError: see :meth:`backward`; for a second call, or one after that.
         """
         micro_batch = self._begin_own_backward()
         index, term = micro_batch.index, self._terms.get(name or "")
@@ -352,7 +349,6 @@ class Step:
         return micro_batch, share
 
     def _note_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        """Store the error of a step of the optimizer before the last backward."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if self._phase < Phase.AGREED and not stepped.isdisjoint(map(id, self._window.model.parameters())):
             what, fix = "a call after the last backward of the window", "Call it after the loop over accumulate(...)."
@@ -385,9 +381,11 @@ class Step:
 
     def _share(self, index: int, losses: Mapping[str, Tensor], num_items: Any, weights: Weights) -> Tensor:
         """Add the sums of micro-batch ``index``, and return the sum of ``weight * m * S / N``."""
-        items = {name: self._sums.add_items(index, self._terms[name], given) for name, given in num_items.items()}
+        items: dict[str, Tensor | float] = {}
         share, empty = None, set()  # names without terms, as far as the host knows
         for name in losses:
+            if name in num_items:
+                items[name] = self._sums.add_items(index, self._terms[name], num_items[name])
             given = items.get(name, 1)
             if not self._terms[name].factor or not (isinstance(given, Tensor) or given):
                 empty.add(name)
@@ -428,7 +426,6 @@ class Step:
         return term.number == sum(self._window.num_micro_batches)
 
     def _note_outputs(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Note where the backward of a forward begins."""
         if torch.compiler.is_compiling() or backward_is_running():  # a checkpoint recomputes a forward
             return
         # The hooks must not refer to the micro-batch: it refers to the graph, which would stay alive with them.

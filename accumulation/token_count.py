@@ -55,19 +55,16 @@ def count_valid_tokens(
         document_ids_key: key of the document ids, integers of the shape of the labels, if a row consists of several
             documents: the first token of a document is not a target. Requires ``shift=True``.
         ignore_index: the label that is not counted.
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``: the ranks that hold *different*
-            tokens, under tensor parallelism the data-parallel group.
+        group: the ranks that hold *different* tokens, under tensor parallelism the data-parallel group.
 
     Returns:
         The same int on every rank, exact up to 2**53. Without a process group, this process's count.
 
     Raises:
-        TypeError: when ``micro_batches`` has no length, or labels or document ids are not a plain tensor of integers.
-        ValueError: when a micro-batch has none of the keys; when the shapes of labels and document ids differ; when the
-            other arguments differ between ranks.
+        TypeError, ValueError: on every rank, for micro-batches without a length, or with none of the keys; for labels
+            or document ids that are no plain tensors of integers of one shape; for arguments that differ between ranks.
 
-    Distributed:
-        One collective, the header. Errors are raised on every rank.
+    Distributed: one collective, the header.
 
     Example:
         >>> import torch
@@ -100,7 +97,6 @@ class TokenRule(NamedTuple):
         return keys, self.shift if isinstance(self.shift, (tuple, list)) else (self.shift,) * len(keys)
 
     def check(self) -> TokenRule:
-        """Return the rule itself, or raise TypeError or ValueError for bad arguments."""
         keys, shifts = self.keys_and_shifts()
         if not keys or not all(isinstance(key, str) for key in keys):
             raise TypeError(expected("key", "a string or a tuple of strings", self.key, OF_TUPLES))
@@ -159,7 +155,6 @@ def _warn_of_shift(key: str) -> None:
 
 
 def _entry(micro_batch: Any, key: str) -> Any:
-    """Return the value under ``key`` in a mapping or an object with attributes; None without one."""
     return micro_batch.get(key) if isinstance(micro_batch, Mapping) else getattr(micro_batch, key, None)
 
 
@@ -324,10 +319,12 @@ def check_scalar(value: Any, *name: Any) -> Tensor | float:
 
 def as_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return ``values`` as Python numbers, in order and exactly; one transfer for each dtype of an accelerator."""
-    numbers: list[Any] = [value.tolist() if isinstance(value, Tensor) and value.is_cpu else value for value in values]
+    numbers: list[Any] = [*values]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(numbers):
-        if isinstance(value, Tensor):
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.is_cpu:
+            numbers[index] = value.tolist()
+        elif isinstance(value, Tensor):
             by_kind.setdefault((value.device, value.dtype), []).append(index)
     for indices in by_kind.values():
         for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).tolist()):

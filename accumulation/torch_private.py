@@ -26,7 +26,6 @@ def stages_of_schedule(schedule: Any) -> list[Any]:
 
 
 def num_micro_batches_of_schedule(schedule: Any) -> int:
-    """Return the number of micro-batches that a pipeline schedule cuts a batch into."""
     return int(schedule._n_microbatches)
 
 

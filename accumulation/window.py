@@ -29,8 +29,7 @@ def windows(loader: Iterable[B], size: int) -> Iterator[list[B]]:
         size: micro-batches per window, at least 1.
 
     Raises:
-        TypeError: when ``loader`` is not iterable or ``size`` not an int.
-        ValueError: when ``size`` is less than 1.
+        TypeError, ValueError: for arguments that do not fit.
 
     Example:
         >>> list(windows("abcd", 3))
@@ -61,10 +60,9 @@ class Window(NamedTuple):
     num_micro_batches: tuple[int, ...] = ()  # of each rank; known after the opening header
 
     def switch(self, index: int) -> Sequence[bool]:
-        """Set whether the backward of micro-batch ``index`` reduces; call it before the forward.
+        """Set whether micro-batch ``index`` reduces; call it before the forward.
 
-        Returns:
-            For each DDP module, whether this backward must reduce gradients of earlier micro-batches too.
+        Returns for each DDP module whether this backward must reduce gradients of earlier micro-batches too.
         """
         is_last = index == len(self.micro_batches) - 1
         self.wrappers.switch(self.sync, is_last)
@@ -84,7 +82,6 @@ class Window(NamedTuple):
         return agree_on(call, self.ranks, bring_all)
 
     def check_equal_numbers(self) -> None:
-        """Raise RankValueError on every rank when the ranks have different numbers of micro-batches."""
         if self.ranks is not None and len(set(self.num_micro_batches)) > 1:
             counts = zip(group_ranks(self.ranks), self.num_micro_batches)
             got = Words(", ".join(f"{count} on rank {rank}" for rank, count in counts))
@@ -104,18 +101,14 @@ def open_window(
     group: Group,
     multiplier: float | None = None,
     bring: Callable[[Window], Offer[T]],
-    by_hand: str = _BY_HAND,
     sums_later: bool = False,
 ) -> tuple[Window, T, list[list[float]]]:
     """Check the window on every rank and exchange the opening header; return the window, the value and the totals.
 
-    ``bring`` checks the arguments that only ``call`` has, and returns its part of the header; ``by_hand`` is the advice
-    for a model without wrappers. With ``sums_later`` the caller adds up later what no wrapper reduces.
+    ``bring`` checks the arguments that only ``call`` has, and returns its part of the header. With ``sums_later`` it
+    checks the wrappers too, and the caller adds up later what they do not reduce.
     """
-    known = None
-    with suppress(Exception):  # bring_all raises it again, so that the header reports it
-        known = find_sync(model)
-    ranks = find_ranks(known, group)
+    known, ranks = find_wrappers(model, group)
 
     def bring_all() -> Offer[tuple[Window, T]]:
         wrappers = known or find_sync(model)
@@ -126,7 +119,8 @@ def open_window(
             fix = "Give a rank without rows a micro-batch of 0 rows, or without valid labels: it joins the reduction."
             raise ValueError(expected("micro_batches", "at least one micro-batch on every rank", Words("none"), fix))
         wrappers.check_sync(sync, count)
-        wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=by_hand)
+        if not sums_later and ranks is not None:
+            wrappers.check_wrapped(others_reduce=group is not None or multiplier is not None, fix=_BY_HAND)
         if not sums_later:
             wrappers.check_managed(others_reduce=group is not None, multiplier=multiplier)
         offer = bring(window)
@@ -144,8 +138,15 @@ def open_window(
     return window, value, totals
 
 
+def find_wrappers(model: nn.Module, group: Group) -> tuple[GradientSync | None, ProcessGroup | None]:
+    """Return how ``model`` reduces and the ranks of its window; None after an error, for the header to report."""
+    wrappers = None
+    with suppress(Exception):
+        wrappers = find_sync(model)
+    return wrappers, find_ranks(wrappers, group)
+
+
 def list_micro_batches(micro_batches: Any) -> list[Any]:
-    """Return the micro-batches of one window as a list; raise TypeError if they are not a sequence."""
     name, what = "micro_batches", "a list of micro-batches"
     if isinstance(micro_batches, (Mapping, str)):
         raise TypeError(expected(name, what, micro_batches, "Pass [batch] for one batch."))

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.gather import gather_after
 from ..distributed.group import header_device
-from ..distributed.header import Agreement, DeviceCheck, Offer, agree_on, combined, digest
+from ..distributed.header import UNKNOWN, Agreement, Checksum, DeviceCheck, Offer, combined, digest
 from ..errors import check_amount, check_number, expected
 from .summed_loss import named
 from .token_count import Term, as_numbers, check_amounts, check_scalar, sums_of
@@ -56,7 +56,9 @@ class WindowSums:
         name = what, index, term.name
         items = check_scalar(given, *name)
         self._items.append((name, items, None if term.counts is None else term.counts[index]))
-        return items if isinstance(items, Tensor) else check_amount(named(*name), items)
+        if not (isinstance(items, Tensor) or 0 <= items < math.inf):
+            check_amount(named(*name), items)
+        return items
 
     def offer(self, error: Exception | None, check: DeviceCheck | None, is_early: bool) -> Offer[None]:
         """Return what this rank adds in the closing header, or raise its ``error``; early: its last loss may follow."""
@@ -81,25 +83,24 @@ class WindowSums:
                 for (index, _), value in zip(term.sums, as_numbers(sums[place])):
                     rows[index, 0, place] += value
             rows = rows if self._ranks is None else rows.to(header_device(self._ranks))
-        # A rank that comes early has no weights yet: -1. The digest travels as a total, since facts would differ.
-        compares = self.are_named and self._ranks is not None
-        state = -1 if is_early else digest(self._weights()) % 2**52 if compares else 0
-        num_items, *totals = sums_of([items, *sums], self._ranks)
+        checksum = None
+        if self.are_named and self._ranks is not None:
+            weights = {f"weight of {name!r}": term.weight for name, term in self.terms.items()}
+            checksum = Checksum(UNKNOWN if is_early else digest(weights), facts=weights)
+        totals = [is_early, *sums_of([items, *sums], self._ranks)]
         tensors = None if rows is None else (rows,)
-        return Offer(None, totals=(num_items, state, *totals), check=check, tensors=tensors, names=("losses",))
+        return Offer(None, {}, 0, totals, checksum, check, tensors, names=("losses",))
 
     def take(self, call: str, agreed: Agreement[None]) -> bool:
         """Add the sums of all ranks; return whether all knew their last losses, so that no other header follows."""
-        items, states, *sums = zip(*agreed.totals)
+        are_early, items, *sums = zip(*agreed.totals)
         self.num_items += sum(items)
         self._items.clear()
         for term, values in zip(self.terms.values(), sums):
             term.total += sum(values)
             term.sums.clear()
-        if -1 in states:
+        if any(are_early):
             return False
-        if self._ranks is not None and len(set(states)) > 1:
-            agree_on(call, self._ranks, lambda: Offer(None, self._weights()))  # raises, and names what differs
         if self.each is not None and self._ranks is not None:
             (gathered,) = gather_after(call, self._ranks, agreed)
             parts = gathered.cpu().split(agreed.rows)
@@ -107,6 +108,3 @@ class WindowSums:
             padded = [nn.functional.pad(part, (0, 0, 0, 0, 0, most - len(part))) for part in parts]
             self.each = torch.stack(padded).sum(0)
         return True
-
-    def _weights(self) -> dict[str, object]:
-        return {f"weight of {name!r}": term.weight for name, term in self.terms.items()}

@@ -77,12 +77,20 @@ class States(State):
     __slots__ = ()
 
 
-class Checksum(NamedTuple):
-    """A hash of state that must be equal on all ranks."""
+UNKNOWN = -(2**63)  # the checksum of a rank that does not know its state yet: no rank compares it then
 
-    value: Tensor  # int64 scalar
-    name: str  # of the state, in messages
-    advice: str  # what to do when the ranks differ
+
+class Checksum(NamedTuple):
+    """A hash of state that must be equal on all ranks, or UNKNOWN."""
+
+    value: Tensor | int  # int64 scalar
+    name: str = ""  # of the state, in messages
+    advice: str = ""  # what to do when the ranks differ
+    facts: Mapping[str, object] = {}  # what it is a hash of, if messages can show it
+
+    def shown(self) -> Mapping[str, object]:
+        """Return the facts that the ranks compare after their checksums differ."""
+        return self.facts or {self.name: State(Words(f"contents {int(self.value) & 0xFFFFFFFF:08x}"), self.advice)}
 
 
 class DeviceCheck(NamedTuple):
@@ -210,15 +218,17 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         except Exception as error:
             own_error, header = error, header_of_failure(error)
         failed, digests, counts, checksums = _gather_headers(call, ranks, header, room)
-    if any(failed) or len({*digests}) > 1 or len({*checksums}) > 1:
+    if any(failed) or len({*digests}) > 1 or (len({*checksums}) > 1 and UNKNOWN not in checksums):
         facts: dict[str, object] = {"call": Words(call)}
         if not any(failed) and len({*digests}) > 1:
             named = {name: Words(text) for name, text in zip(offer.names, parcel.described) if text is not None}
             facts |= {**offer.facts, **(named if offer.names else {"tensors": parcel.described})}
         elif not any(failed):
-            name, fix = ("checksum", _SAME_CALLS) if checksum is None else (checksum.name, checksum.advice)
-            facts[name] = State(Words(f"contents {checksums[ranks.rank()] & 0xFFFFFFFF:08x}"), fix)
-        joint = joint_error(group_ranks(ranks), _exchange_reports(facts, own_error, ranks))
+            facts |= (checksum or Checksum(0, "checksum", _SAME_CALLS)).shown()
+        report, reports = Report.of(facts, own_error), list[Any]([None] * ranks.size())
+        what = "the exchange of what went wrong"
+        communicate(call, what, dist.all_gather_object, reports, report, group=ranks, cause=own_error)
+        joint = joint_error(group_ranks(ranks), reports)
         joint.agreement = (id(ranks), number)
         raise joint from cause_of(own_error)
     agreed = Agreement(offer.value, tuple(counts), room.totals.tolist(), tensors)
@@ -264,36 +274,35 @@ def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     checks of both; ``second`` may have no rows. Calls that agree over different ranks, or not at all, run one after the
     other.
     """
-    waiting: list[tuple[str, ProcessGroup, Callable[[], Offer[Any]]]] = []
-    answers: list[Agreement[Any]] = []
+    joint: list[Agreement[Any]] = []
     results: list[U] = []
 
-    def stand_in(call: str, ranks: ProcessGroup, bring: Callable[[], Offer[Any]]) -> Agreement[Any]:
-        if not waiting:  # that of ``first``
-            waiting.append((call, ranks, bring))
-            results.append(second())
+    def of_first(name: str, ranks: ProcessGroup, bring_first: Callable[[], Offer[Any]]) -> Agreement[Any]:
+        def of_second(call: str, its_ranks: ProcessGroup, bring: Callable[[], Offer[Any]]) -> Agreement[Any]:
             _STAND_IN.set(None)
-            return answers[0] if answers else agree_on(call, ranks, bring)
+            if its_ranks is not ranks:
+                return agree_on(call, its_ranks, bring)
+            offers: list[Offer[Any]] = []
+
+            def bring_both() -> Offer[Any]:
+                offers[:] = other, one = bring(), bring_first()
+                if (other.tensors, other.checksum, other.rows) != (None, None, 0):
+                    fix = "If a part of a loss has been replaced, construct that loss again."
+                    raise ValueError(expected(call, "a call without rows, as it shares its header", Words("rows"), fix))
+                facts = {f"{key} of {call}": fact for key, fact in other.facts.items()}
+                totals, check = [*one.totals, *other.totals], combined([other.check, one.check])
+                return replace(one, facts={**one.facts, **facts}, totals=totals, check=check)
+
+            joint.append(agree_on(f"{call} + {name}", ranks, bring_both))
+            start = len(offers[1].totals)
+            return Agreement(offers[0].value, joint[0].rows, [totals[start:] for totals in joint[0].totals])
+
+        _STAND_IN.set(of_second)
+        results.append(second())
         _STAND_IN.set(None)
-        name, ranks_of_first, bring_first = waiting[0]
-        if ranks is not ranks_of_first:
-            return agree_on(call, ranks, bring)
-        offers: list[Offer[Any]] = []
+        return joint[0] if joint else agree_on(name, ranks, bring_first)
 
-        def bring_both() -> Offer[Any]:
-            offers[:] = other, one = bring(), bring_first()
-            if (other.tensors, other.checksum, other.rows) != (None, None, 0):
-                fix = "If a part of a loss has been replaced, construct that loss again."
-                raise ValueError(expected(call, "a call without rows, as it shares its header", Words("rows"), fix))
-            facts = {f"{key} of {call}": fact for key, fact in other.facts.items()}
-            totals, check = [*one.totals, *other.totals], combined([other.check, one.check])
-            return replace(one, facts={**one.facts, **facts}, totals=totals, check=check)
-
-        answers.append(agree_on(f"{call} + {name}", ranks, bring_both))
-        start = len(offers[1].totals)
-        return Agreement(offers[0].value, answers[0].rows, [totals[start:] for totals in answers[0].totals])
-
-    token = _STAND_IN.set(stand_in)
+    token = _STAND_IN.set(of_first)
     try:
         value = first()
     finally:
@@ -376,31 +385,24 @@ def _is_shared(error: BaseException, ranks: ProcessGroup, number: int) -> bool:
     return False
 
 
-class _Report(NamedTuple):
+class Report(NamedTuple):
     """What one rank sends when the ranks do not agree: why it failed, if it did, its facts, and the advice on them."""
 
     reason: tuple[str, str] | None  # class and text
     facts: dict[str, str]
     advice: Mapping[str, str] = {}  # for each fact of state
 
-
-def _exchange_reports(facts: Mapping[str, object], error: Exception | None, ranks: ProcessGroup) -> list[_Report]:
-    """Return the reports of all ranks; ``facts`` and ``error`` are those of this rank."""
-    reason = None if error is None else (public_class(error).__name__, reason_of(error))
-    texts: dict[str, str] = {}
-    advice: dict[str, str] = {}
-    for name, fact in facts.items():
-        parts: Any = fact.value if isinstance(fact, States) else {name: fact}
-        texts |= {part: _cut(repr(value)) for part, value in parts.items()}
-        if isinstance(fact, State):
-            advice |= dict.fromkeys(parts, fact.advice)
-    reports: list[Any] = [None] * ranks.size()
-    what, own_report = "the exchange of what went wrong", _Report(reason, texts, advice)
-    communicate(texts["call"], what, dist.all_gather_object, reports, own_report, group=ranks, cause=error)
-    return reports
+    @staticmethod
+    def of(facts: Mapping[str, object], error: Exception | None) -> Report:
+        texts, advice = dict[str, str](), dict[str, str]()
+        for name, fact in facts.items():
+            parts: Any = fact.value if isinstance(fact, States) else {name: fact}
+            texts |= {part: _cut(repr(value)) for part, value in parts.items()}
+            advice |= dict.fromkeys(parts, fact.advice) if isinstance(fact, State) else {}
+        return Report(None if error is None else (public_class(error).__name__, reason_of(error)), texts, advice)
 
 
-def joint_error(ranks: list[int], reports: Sequence[_Report]) -> RankError:
+def joint_error(ranks: Sequence[int], reports: Sequence[Report]) -> RankError:
     """Return the error for headers that do not agree, the same on every of the global ``ranks``, from their reports."""
     failed = [(rank, one.facts["call"], *one.reason) for rank, one in zip(ranks, reports) if one.reason is not None]
     if failed:
@@ -408,6 +410,11 @@ def joint_error(ranks: list[int], reports: Sequence[_Report]) -> RankError:
     # A fact may be one of some ranks alone.
     advice = {name: text for report in reports for name, text in report.advice.items()}
     return disagreement(ranks, [report.facts for report in reports], advice)
+
+
+def copy_of(error: Exception) -> Exception:
+    """Return an error of the same public class and text, with which this rank still joins the next header."""
+    return public_class(error)(reason_of(error))
 
 
 def cause_of(error: Exception | None) -> Exception | None:
@@ -431,10 +438,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return ``text``, or its beginning and a hash of the whole, so that texts that differ stay different.
-
-    A lone surrogate, such as one in the name of a file, is escaped, because every rank must be able to print the text.
-    """
+    """Return ``text`` with lone surrogates escaped, which a rank may not print; if long, its beginning and a hash."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= _MAX_LENGTH:
         return text
@@ -444,7 +448,7 @@ def _cut(text: str) -> str:
 _JOINT = {"ValueError": RankValueError, "TypeError": RankTypeError, "RuntimeError": RankRuntimeError}
 
 
-def failure(failed: list[tuple[int, str, str, str]]) -> RankError:
+def failure(failed: Sequence[tuple[int, str, str, str]]) -> RankError:
     """Return the exception for ranks that failed, given as (rank, call, class, text)."""
     named, rest = _by_value([rank for rank, *_ in failed], [text for *_, text in failed], "reason")
     _, call, kind, _ = failed[0]
@@ -452,7 +456,7 @@ def failure(failed: list[tuple[int, str, str, str]]) -> RankError:
 
 
 def disagreement(
-    ranks: list[int], facts: Sequence[Mapping[str, str]], advice: Mapping[str, str] | None = None
+    ranks: Sequence[int], facts: Sequence[Mapping[str, str]], advice: Mapping[str, str] | None = None
 ) -> RankError:
     """Return the exception for ranks that disagree. It names the facts, the ranks with each value, and what to do.
 
@@ -480,7 +484,7 @@ def disagreement(
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 
 
-def _by_value(ranks: list[int], values: list[str], noun: str) -> tuple[list[tuple[str, str]], list[str]]:
+def _by_value(ranks: Sequence[int], values: list[str], noun: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the first values, each with the names of its ranks, and a list with a text about the others, if any."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):

@@ -25,10 +25,7 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
-    """Fill ``output`` (W * n,) with ``tensor`` (n,) of every rank, in rank order.
-
-    For a few bytes the public function of ``torch.distributed`` takes twice as long.
-    """
+    """Fill ``output`` (W * n,) with ``tensor`` (n,) of every rank; for few bytes torch's own takes twice as long."""
     work = getattr(group, _ALL_GATHER)(output, tensor, _IN_ORDER)
     if work is not None:
         work.wait()
@@ -175,10 +172,7 @@ def is_mean(loss: Tensor) -> bool:
 
 
 def divisor_of(loss: Tensor) -> float | None:
-    """Return the number that the last operation of a scalar divides it by, as ``x.sum() / mask.sum()`` does, else None.
-
-    One on an accelerator is not read.
-    """
+    """Return the number on the host by which a scalar was divided last, as in ``x.sum() / mask.sum()``, else None."""
     node: Any = loss.grad_fn
     while node is not None and node.name() in SAME_VALUE:
         node = node.next_functions[0][0]

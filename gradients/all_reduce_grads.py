@@ -23,7 +23,7 @@ from ..distributed.group import Group, group_ranks, resolve_group
 from ..distributed.header import Offer, agree_on, digest, disagreement, header_device
 from ..distributed.torch_private import not_compiled
 from ..errors import RankValueError, Words, check_choice, expected
-from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_distinct, local_gradient
+from .parameters import Entry, check_parameter, fitting_gradient, is_dtensor, list_distinct
 from .torch_private import copy_each_, fsdp_groups
 
 CALL = "all_reduce_grads_"
@@ -55,13 +55,11 @@ def all_reduce_grads_(parameters: Any, group: Group) -> None:
         ValueError: when the ranks list different parameters: another number, other dtypes, local shapes or shards, as
             of a DTensor that is sharded over ``group``, or Partial. Also when the gradients of a Module are known to
             have been divided by different counts of terms: the ranks hold different tokens, so all of them must count.
-        RuntimeError: when this rank's process group has been destroyed.
 
     Degenerate:
         If only some ranks have a gradient, all ranks get the sum, laid out as the parameter. If no rank has one, it
-        stays None. Empty shards take part. A group of one rank adds nothing.
-    Numerics:
-        Half precision is added in float32 and rounded once. NaN and inf propagate.
+        stays None. Empty shards take part.
+    Numerics: half precision is added in float32 and rounded once.
     Distributed:
         One header, one bit per parameter, and one all-reduce per 25 MiB of gradients of one dtype. A larger gradient is
         reduced alone, in its own memory. Tensors stay the same objects. Errors are raised on every rank of ``group``.
@@ -126,11 +124,7 @@ class Summand(NamedTuple):
 
 
 def distinct_entries(parameters: Any) -> list[Entry]:
-    """Return the distinct parameters in their order, or raise TypeError or ValueError.
-
-    A module that FSDP2 has not resharded shows whole parameters, but the gradients belong to the sharded ones: both are
-    listed.
-    """
+    """Return the distinct parameters in their order, of FSDP2 in both forms: a whole one has no gradient of its own."""
     if isinstance(parameters, nn.Module):
         both = [parameter for group in fsdp_groups(parameters) for parameter in group.parameters()]
         parameters = [*parameters.named_parameters(), *(("a parameter of FSDP2", parameter) for parameter in both)]
@@ -152,26 +146,19 @@ def list_summands(parameters: Any) -> list[Summand]:
         if grad is not None and grad.layout != torch.strided:
             fix = "Use nn.Embedding(sparse=False), or make the gradient dense with to_dense()."
             raise TypeError(expected(f"gradient of {entry.name}", "a dense tensor", grad, fix))
-        local_grad = local_gradient(entry)
-        template = parameter if grad is None else grad
-        local = _local_memory(template) if local_grad is None else local_grad
-        dtype = parameter.grad_dtype or parameter.dtype if local_grad is None else local_grad.dtype
-        layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}"
-        if is_dtensor(template):  # which part of the whole tensor this rank holds
-            mesh, coordinate = template.device_mesh, template.device_mesh.get_coordinate()
-            places = zip(template.placements, coordinate or (), range(mesh.ndim))
-            shards = [
-                f", {place} {part} of {mesh.size(dim)}" for place, part, dim in places if not place.is_replicate()
-            ]
-            layout += ", elsewhere" if coordinate is None else "".join(shards)
+        local, where = parameter if grad is None else grad, ""
+        if is_dtensor(local):  # which part of the whole tensor this rank holds
+            placements, mesh = local.placements, local.device_mesh
+            local = local.to_local()  # its own memory, since no gradients are enabled here
+            if (coordinate := mesh.get_coordinate()) is None:
+                grad, where = None, ", elsewhere"
+            for dim, (place, part) in enumerate(zip(placements, coordinate or ())):
+                where += "" if place.is_replicate() else f", {place} {part} of {mesh.size(dim)}"
+        dtype = parameter.grad_dtype or parameter.dtype if grad is None else grad.dtype
+        layout = f"{str(dtype).removeprefix('torch.')} {tuple(local.shape)} on {local.device.type}{where}"
         layout += "" if parameter.requires_grad else ", frozen"
-        summands.append(Summand(entry.name, parameter, local_grad, layout))
+        summands.append(Summand(entry.name, parameter, None if grad is None else local, layout))
     return summands
-
-
-@torch.no_grad()  # then to_local() of a DTensor returns its own memory
-def _local_memory(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -> list[Summand]:
@@ -194,14 +181,14 @@ def plan_sum(parameters: Any, group: ProcessGroup, count: float | None = None) -
         raise RankValueError(expected("count of terms", "the same on all ranks that are added up", got, fix))
     if not summands:
         return []
-    hashes = [digest({"layout": summand.layout}) for summand in summands]
+    layouts = [summand.layout for summand in summands]
     bits = numpy.packbits([summand.grad is not None for summand in summands]).tobytes()
-    sent = digest({"layouts": repr(hashes)}).to_bytes(8, "big", signed=True) + bits
+    sent = digest({"layouts": layouts}).to_bytes(8, "big", signed=True) + bits
     received = _gather_data(sent, group, "which gradients there are")  # [W, 8 + parameters / 8]
     if (received[:, :8] != received[0, :8]).any():  # name the first parameter whose layouts differ
-        words = b"".join(layout_hash.to_bytes(8, "big", signed=True) for layout_hash in hashes)
-        layouts = _gather_data(words, group, "the layouts, which differ,")
-        first = summands[int((layouts != layouts[0]).any(axis=0).argmax()) // 8]
+        words = b"".join(digest({"layout": layout}).to_bytes(8, "big", signed=True) for layout in layouts)
+        hashes = _gather_data(words, group, "the layouts, which differ,")
+        first = summands[int((hashes != hashes[0]).any(axis=0).argmax()) // 8]
         pairs: list[Any] = [None] * group.size()
         dist.all_gather_object(pairs, (first.name, first.layout), group=group)
         raise disagreement(ranks, [{"call": CALL, pairs[0][0]: layout} for _, layout in pairs])
@@ -223,8 +210,8 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
     for index, (_, parameter, local_grad, _) in enumerate(summands):
         if local_grad is None:
             dtype = parameter.grad_dtype or parameter.dtype
-            created[index] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            local_grad = _local_memory(created[index])
+            created[index] = made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            local_grad = made.to_local() if is_dtensor(made) else made
         tensors.append(local_grad)
     what = CALL, "an all-reduce of gradients", dist.all_reduce
     for bucket in buckets(tensors):
@@ -244,10 +231,7 @@ def add_(summands: Sequence[Summand], group: ProcessGroup) -> None:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype and device, in their order, to be reduced together; without empty tensors.
-
-    Every rank makes the same buckets, because shapes, dtypes and types of device are equal.
-    """
+    """Yield lists of tensors of one dtype and device, in their order, the same on all ranks; without empty tensors."""
     filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.exchange import Exchange
 from ..distributed.group import backend_by_device, is_initialized
-from ..distributed.header import cause_of, disagreement, failure, public_class, reason_of
+from ..distributed.header import Report, cause_of, joint_error
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_device, by_dtype, join_norms, local_norm
@@ -91,14 +91,12 @@ def total_grad_norm(
         also for half precision. If any rank returns float32, the number is rounded to float32 on all ranks.
 
     Raises:
-        TypeError: for an item that is not a parameter; for a gradient that is a DTensor although its parameter is not.
-        ValueError: for a ``norm_type`` not > 0; gradients of which some are on the meta device; a group without this
-            rank; groups that overlap; arguments that differ between ranks.
+        TypeError, ValueError: for arguments that do not fit, or differ between ranks; for a gradient that is a DTensor
+            although its parameter is not; for some gradients on the meta device; for groups that overlap.
         RuntimeError: with ``error_if_nonfinite``, when the norm is inf or NaN; names the parameters and their ranks.
             For whole parameters on ranks of one of the groups whose gradients differ in their norm by more than 1 %.
 
-    Degenerate:
-        No gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
+    Degenerate: no gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
     Numerics:
         No power overflows or underflows, for any p, if the result dtype can hold the norm. Half precision is summed in
         float32. The relative error in float64 is at most 1e-14.
@@ -150,15 +148,11 @@ def clip_grad_norm_(
         The norm before clipping; see :func:`total_grad_norm`.
 
     Raises:
-        ValueError: for a ``max_norm`` that is negative or NaN, and as :func:`total_grad_norm`.
-        TypeError, RuntimeError: as :func:`total_grad_norm`.
+        TypeError, ValueError, RuntimeError: as :func:`total_grad_norm`.
 
-    Degenerate:
-        A norm of inf or NaN scales as in torch: inf makes finite gradients 0, NaN makes all gradients NaN.
-    Numerics:
-        The factor for gradients in half precision is float64, because a small factor would round to 0 in their dtype.
-    Distributed:
-        As :func:`total_grad_norm`; scaling is local. Gradients keep their placements, Partial ones too.
+    Degenerate: a norm of inf or NaN scales as in torch: inf makes finite gradients 0, NaN makes all gradients NaN.
+    Numerics: the factor for gradients in half precision is float64: a small one would round to 0 in their dtype.
+    Distributed: as :func:`total_grad_norm`; scaling is local. Gradients keep their placements, Partial ones too.
 
     Example:
         >>> import torch
@@ -202,8 +196,6 @@ class _Options(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """The result of *measure* on one rank."""
-
     options: _Options
     listed: list[tuple[Label, Any]]  # the distinct parameters with their labels
     grads: list[Tensor]  # the memory of the gradients
@@ -226,10 +218,7 @@ def _measure(
     shard_groups: ShardGroups | None,
     across: Groups,
 ) -> _Measured:
-    """Check the arguments, plan the groups and compute norms on this rank.
-
-    A failed check is returned, not raised. What follows it still runs, because this rank has to meet the others.
-    """
+    """Check, plan and measure on this rank; a failed check is returned, because this rank has to meet the others."""
     errors: list[Exception] = []
     options = _Options(call, 2.0, math.inf, bool(error_if_nonfinite))
     listed: list[tuple[Label, Any]] = []
@@ -393,7 +382,7 @@ def _join_over_groups(measured: _Measured) -> _Reduced:
 
 
 def _exchange_device(group: ProcessGroup, device: torch.device | None) -> torch.device:
-    """Return the device on which the ranks of ``group`` exchange norms; ``device`` is that of the gradients, if any."""
+    """Return the device on which the ranks of ``group`` exchange norms."""
     backends = backend_by_device(group)
     if device is not None and backends.get(device.type, "gloo") != "gloo":
         return device
@@ -409,20 +398,15 @@ def _raise_together(measured: _Measured, *, can_read: bool) -> NoReturn:
     if error is not None and not (groups and can_read):
         raise error
     sizes = [dist.get_world_size(group) for group in groups]
-    texts = {key: repr(value) for key, value in options._asdict().items()} | {"call": options.call}
-    texts["layouts"] = f"{measured.layouts} of groups of {sizes} ranks"
-    reason = None if error is None else (public_class(error).__name__, reason_of(error))
-    reports = _gather_objects(groups, (reason, texts))
-    failed = [(rank, options.call, *reason) for rank, (reason, _) in reports if reason is not None]
-    if failed:
-        raise failure(failed) from cause_of(error)
-    facts = [facts for _, (_, facts) in reports]
-    if all(own == facts[0] for own in facts):
+    facts = {**options._asdict(), "call": Words(options.call)}
+    facts["layouts"] = Words(f"{measured.layouts} of groups of {sizes} ranks")
+    ranks, reports = zip(*_gather_objects(groups, Report.of(facts, error)))
+    if reports[0].reason is None and all(report == reports[0] for report in reports):
         what = "equal gradients where several ranks hold a whole parameter"
         got = Words(f"norms that differ by more than {_ROUNDING:.0%}")
         fix = "Parts of a sum, as under sequence parallelism: all_reduce_grads_ first. Experts: name shard_groups."
         raise RankRuntimeError(expected(options.call, what, got, fix))
-    raise disagreement([rank for rank, _ in reports], facts)
+    raise joint_error(ranks, reports) from cause_of(error)
 
 
 def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:

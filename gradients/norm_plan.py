@@ -149,7 +149,6 @@ def _read_gradient(entry: Entry, wanted: tuple[Placement, ...] | None) -> tuple[
 
 
 def _resolve_groups(groups: Any, name: str) -> list[ProcessGroup]:
-    """Return the process groups that the caller named: none, one, or several."""
     if groups is None:
         return []
     are_several = isinstance(groups, Iterable) and not isinstance(groups, (ProcessGroup, DeviceMesh))

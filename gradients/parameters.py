@@ -30,11 +30,7 @@ class Entry(NamedTuple):
 
 
 def list_distinct(parameters: Any) -> list[tuple[Label, Any]]:
-    """Return the distinct items of ``parameters`` with labels, in their order, not checked to be parameters.
-
-    Raises:
-        TypeError: when it is neither a module nor a tensor nor an iterable.
-    """
+    """Return the distinct items with labels, in their order, not checked to be parameters; TypeError without items."""
     items = [parameters] if isinstance(parameters, Tensor) else parameters
     items = items.named_parameters() if isinstance(items, nn.Module) else items
     if not isinstance(items, Iterable):
@@ -88,10 +84,7 @@ def fitting_gradient(entry: Entry) -> Tensor | None:
 
 
 def plain_gradients(parameters: Sequence[Any]) -> list[Tensor] | None:
-    """Return the gradients if they and the parameters are all plain and dense, else None.
-
-    No item needs a check of its own then: gradients fit their parameters, and every element counts in a norm.
-    """
+    """Return the gradients if they and the parameters are all plain and dense, so that they fit; else None."""
     if not _PLAIN.issuperset(map(type, parameters)):
         return None
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]

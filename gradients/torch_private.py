@@ -65,7 +65,6 @@ class FsdpGroup:
         return list(self._mesh().mesh.flatten().tolist())
 
     def _mesh(self) -> DeviceMesh:
-        """Return the part of the mesh that the gradients are reduced over."""
         info = self.state.mesh_info
         dims = [dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None]
         return info.mesh if info.mesh.ndim == len(dims) else info.mesh[tuple(info.mesh.mesh_dim_names[d] for d in dims)]
@@ -136,10 +135,7 @@ def has_composable_replicate(modules: Iterable[nn.Module]) -> bool:
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
-    """Return the groups of parameters that FSDP2 manages for ``model``, of FSDPModules in it and around it.
-
-    FSDP2 leaves no mark on a parameter, but torch keeps a weak mapping of all modules that it has wrapped.
-    """
+    """Return the groups of parameters that FSDP2 manages for ``model``, of FSDPModules in it and around it."""
     if not (wrapped := fsdp_wrapped()):
         return []
     listed = list(model.parameters())  # once, because reading them for each group would take most of the time
@@ -148,7 +144,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     managed = {id(form) for group in groups for form in group.parameters()}
     missing = {id(p) for p in listed if p.requires_grad} - managed
     known = {id(group.state) for group in groups}
-    for module in wrapped if missing else ():
+    for module in wrapped if missing else ():  # around it: FSDP2 leaves no mark on a parameter
         for group in fsdp_param_groups(module):
             is_of_model = any(id(form) in missing for param in group.fsdp_params for form in _forms(param))
             if is_of_model and id(group) not in known:
@@ -227,16 +223,13 @@ def is_in_forward(module: DistributedDataParallel) -> bool:
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is module
 
 
-def rebuild_ddp_buckets(module: DistributedDataParallel) -> None:
-    """Rebuild DDP's buckets now if its next forward with gradients would; then this is a collective."""
-    reducer = _active_reducer(module)
-    if reducer is not None and reducer._rebuild_buckets():
+def communicate_before_forward(module: DistributedDataParallel) -> None:
+    """Rebuild DDP's buckets and broadcast its buffers now, collectives, if its next forward with gradients would."""
+    if (reducer := _active_reducer(module)) is None:
+        return
+    if reducer._rebuild_buckets():
         module._has_rebuilt_buckets = True
-
-
-def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Broadcast DDP's buffers now if its next forward would."""
-    if _active_reducer(module) is not None and module._check_sync_bufs_pre_fwd():
+    if module._check_sync_bufs_pre_fwd():
         module._sync_buffers()
 
 

@@ -63,9 +63,8 @@ def maybe_no_sync(
         grad_accum_steps: another name for ``num_micro_steps``, which KempnerForge uses. Pass exactly one of them.
 
     Raises:
-        TypeError: when ``model`` is not a module, or a number is not an int.
-        ValueError: when ``micro_step`` is not in [0, num_micro_steps); with both names of the number; for DDP with
-            ``static_graph`` whose very first backward would not reduce, because torch fails in it. Later ones may.
+        TypeError, ValueError: for arguments that do not fit; for DDP with ``static_graph`` whose very first backward
+            would not reduce, because torch fails in it. Later ones may.
 
     The switches of the wrappers are restored at the end, also after an exception.
     """
@@ -96,8 +95,7 @@ def discard_gradients_(model: nn.Module) -> None:
         model: a model with DDP, FSDP2 or HSDP modules anywhere in it, or a plain one. Call it on every rank.
 
     Raises:
-        TypeError: when ``model`` is not a module.
-        ValueError: when it contains FullyShardedDataParallel.
+        TypeError, ValueError: for what is not a module, or contains FullyShardedDataParallel.
 
     A backward that raised inside the reduction of DDP cannot be undone: DDP itself fails at its next forward.
     """

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,20 +41,23 @@ _SAME_FORWARDS = (
 )
 
 
-class GradientSync(NamedTuple):
+@dataclass
+class GradientSync:
     """The wrappers inside a model, as :func:`find_sync` found them."""
 
-    ddp: list[DistributedDataParallel]
-    fsdp_modules: list[Any]  # FSDPModules
-    fsdp: list[FsdpGroup]  # their groups of parameters
-    unmanaged: list[str]  # trainable parameters that no wrapper reduces, in a model that has wrappers
-    shares_statistics: bool  # SyncBatchNorm, which communicates in every forward and backward
+    ddp: list[DistributedDataParallel] = field(default_factory=list)
+    fsdp: list[FsdpGroup] = field(default_factory=list)
+    shares_statistics: bool = False  # SyncBatchNorm, which communicates in every forward and backward
     unwrapped: nn.Module | None = None  # the model, if no wrapper manages any of its parameters
+    fsdp_modules: list[Any] = field(default_factory=list)  # FSDPModules, to which ``fsdp`` belong
+    unmanaged: list[str] = field(default_factory=list)  # trainable parameters that no wrapper reduces, if others are
 
     @property
     def kind(self) -> str:
         """What wraps the model, for messages and for the comparison between ranks."""
-        kinds = {f"DDP over {dist.get_world_size(module.process_group)} ranks" for module in self.ddp}
+        kinds = set()
+        for module in self.ddp:
+            kinds.add(f"DDP over {module.process_group.size()} ranks")
         for group in self.fsdp:
             name = "HSDP" if group.is_hybrid else "FSDP2" if group.is_sharded else "replicas"
             kinds.add(f"{name} over {group.num_ranks} ranks")
@@ -61,8 +66,9 @@ class GradientSync(NamedTuple):
     @property
     def multiplier(self) -> float:
         """The number that every gradient is divided by; ValueError when there are several."""
-        divisors = {float(dist.get_world_size(module.process_group)) for module in self.ddp}
-        divisors |= {group.divisor for group in self.fsdp}
+        divisors = {*map(attrgetter("divisor"), self.fsdp)}
+        for module in self.ddp:
+            divisors.add(float(module.process_group.size()))
         if len(divisors) > 1:
             fix = "Call sum_gradients_(model) once: every FSDP module, experts included, then adds its gradients."
             if self.ddp:
@@ -87,26 +93,23 @@ class GradientSync(NamedTuple):
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks that the gradients are reduced over, the largest such group; None without a wrapper."""
-        groups = self._largest_groups()
-        if len(groups) > 1:
+        if len(self._largest_groups) > 1:
             fix = "Pass group, the ranks that the loss is added over."
-            got = Words(" and ".join(str(list(ranks)) for ranks in sorted(groups)))
+            got = Words(" and ".join(str(list(ranks)) for ranks in sorted(self._largest_groups)))
             raise ValueError(expected("model", "one group of ranks to reduce gradients over", got, fix))
-        wrapper = next(iter(groups.values()), None)
+        wrapper = next(iter(self._largest_groups.values()), None)
         return wrapper.process_group() if isinstance(wrapper, FsdpGroup) else wrapper
 
+    @cached_property
     def _largest_groups(self) -> dict[tuple[int, ...], ProcessGroup | FsdpGroup]:
-        """Return the largest of the groups that gradients are reduced over, keyed by their ranks."""
+        """The largest of the groups that gradients are reduced over, keyed by their ranks."""
         groups: dict[tuple[int, ...], ProcessGroup | FsdpGroup] = {tuple(group.ranks()): group for group in self.fsdp}
         groups |= {tuple(group_ranks(module.process_group)): module.process_group for module in self.ddp}
         largest = max(map(len, groups), default=0)
         return {ranks: group for ranks, group in groups.items() if len(ranks) == largest}
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError unless ``group`` contains all ranks that the wrappers reduce over, as None does.
-
-        A hook may reduce over more ranks than the wrapper knows, so that None is refused.
-        """
+        """Raise ValueError unless ``group``, or None without hooks, has all ranks that the wrappers reduce over."""
         if self.unwrapped is not None:
             return
         if group is None and any(map(attrgetter("has_hook"), self.fsdp)):
@@ -120,7 +123,7 @@ class GradientSync(NamedTuple):
             assert self.group is not None  # or it raises: the ranks must be those of one group
             return
         ranks = group_ranks(resolve_group(group))
-        for reduced in self._largest_groups():
+        for reduced in self._largest_groups:
             if not set(reduced) <= set(ranks):
                 fix = "Gradients are added over more ranks than these, so their rows must be counted too."
                 what = f"all of {list(reduced)}, which the model reduces its gradients over"
@@ -182,10 +185,7 @@ class GradientSync(NamedTuple):
 
     @contextmanager
     def restored(self, *, quiet: bool = False) -> Iterator[None]:
-        """Restore the switches at the end.
-
-        If ``quiet``, forwards of DDP inside do not broadcast buffers, because a rank may skip a forward or fail in it.
-        """
+        """Restore the switches at the end; ``quiet`` stops broadcasts of DDP: a rank may skip or fail in a forward."""
         ddp = [(module, module.require_backward_grad_sync, module.broadcast_buffers) for module in self.ddp]
         fsdp = [(group, group.switches) for group in self.fsdp]
         for module in self.ddp if quiet else ():
@@ -210,11 +210,10 @@ class GradientSync(NamedTuple):
         return 1 + sum(due << (1 + index % 50) for index, due in enumerate(broadcasts))
 
     def communicate_before_forwards(self, ranks: ProcessGroup | None, forwards: Sequence[float]) -> None:
-        """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would.
+        """Rebuild the buckets of DDP and broadcast its buffers now, as its next forwards would; right after a header.
 
-        Every rank calls it right after a header. ``forwards`` are :attr:`forwards_since` of ``ranks``. A forward
-        without a backward makes DDP reduce in the next backward even when that is switched off. We cannot tell such a
-        forward from others, so after any forward on any rank all ranks reset DDP.
+        A forward without a backward makes DDP reduce in the next backward even when that is switched off. We cannot
+        tell such a forward from others, so after any on any rank, :attr:`forwards_since` of ``ranks``, all reset DDP.
         """
         in_header = set() if ranks is None else set(group_ranks(ranks))
         for module in self.ddp:
@@ -223,16 +222,13 @@ class GradientSync(NamedTuple):
                 torch_private.forget_forward(module)
             if header_covers_group and len(set(forwards)) > 1:
                 module.require_forward_param_sync = True  # the ranks differ, so all of them broadcast
-            torch_private.rebuild_ddp_buckets(module)
-            torch_private.broadcast_ddp_buffers(module)
+            torch_private.communicate_before_forward(module)
 
     def communicate_after_backward(self) -> None:
         """Rebuild buckets and broadcast buffers now, a collective, so that the next forwards of DDP make none."""
         for module in self.ddp:
-            torch_private.rebuild_ddp_buckets(module)
-        for module in self.ddp:
             module.require_forward_param_sync = True
-            torch_private.broadcast_ddp_buffers(module)
+            torch_private.communicate_before_forward(module)
         self.watch_forwards(broadcasts=False)
 
     def watch_forwards(self, *, broadcasts: bool | None = None) -> None:
@@ -244,7 +240,7 @@ class GradientSync(NamedTuple):
         """Broadcast the buffers of modules that have never run, and restart :attr:`forwards_seen` for them."""
         for module in self.ddp:
             if torch_private.has_never_run(module):
-                torch_private.broadcast_ddp_buffers(module)
+                torch_private.communicate_before_forward(module)
                 torch_private.watch_forward(module, False)
 
     @property
@@ -310,16 +306,12 @@ def unseen_forward(name: str) -> ValueError:
 
 
 def shorten(names: list[str]) -> str:
-    """Return the first three names and the number of others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
 
 def find_sync(model: nn.Module) -> GradientSync:
-    """Return the wrappers that manage parameters of ``model``, with FSDP2 also those around a part of a wrapped model.
-
-    Raises TypeError or ValueError for an unsupported model.
-    """
+    """Return the wrappers that manage parameters of ``model``; TypeError or ValueError if it is not supported."""
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "an nn.Module", model, "Pass the wrapped model."))
     inside = list(model.modules())
@@ -332,25 +324,30 @@ def find_sync(model: nn.Module) -> GradientSync:
             "gradient_accumulation_steps=1, and larger micro-batches."
         )
         raise ValueError(expected("model", "FSDP2, HSDP, DDP or plain modules", Words("an engine of DeepSpeed"), fix))
-    ddp, fsdp = [one for one in inside if isinstance(one, DistributedDataParallel)], torch_private.fsdp_groups(model)
-    shares_statistics = any(isinstance(module, nn.SyncBatchNorm) for module in inside)
-    if not (ddp or fsdp):
-        return GradientSync([], [], [], [], shares_statistics, model)
-    fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *map(attrgetter("module"), fsdp)])
-    managed = {id(parameter) for group in fsdp for parameter in group.parameters()}
-    for module in ddp:
+    sync = GradientSync(fsdp=torch_private.fsdp_groups(model))
+    for module in inside:
+        if isinstance(module, DistributedDataParallel):
+            sync.ddp.append(module)
+        sync.shares_statistics |= isinstance(module, nn.SyncBatchNorm)
+    if not (sync.ddp or sync.fsdp):
+        sync.unwrapped = model
+        return sync
+    fsdp_modules = dict.fromkeys([*torch_private.fsdp_modules(inside), *map(attrgetter("module"), sync.fsdp)])
+    managed: set[int] = set()
+    for group in sync.fsdp:
+        managed.update(map(id, group.parameters()))
+    for module in sync.ddp:
         ignored = module.parameters_to_ignore
         managed |= {id(p) for name, p in module.module.named_parameters() if name not in ignored}
-    unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
-    return GradientSync(ddp, [*fsdp_modules], fsdp, unmanaged, shares_statistics)
+    sync.fsdp_modules = [*fsdp_modules]
+    sync.unmanaged = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
+    return sync
 
 
 def find_ranks(sync: GradientSync | None, group: Group) -> ProcessGroup | None:
-    """Return the ranks that a loss is added over; None when this process is alone.
+    """Return ``group``, else the ranks that the wrappers reduce over, else all ranks; None when this process is alone.
 
-    They are ``group`` if it is given, else the ranks that the wrappers reduce over, else the default group. ``sync`` is
-    None after an error in the model, which is not raised here: the header that follows reports it, over the default
-    group.
+    ``sync`` is None after an error in the model, which the header that follows reports, over all ranks.
     """
     if group is None:
         if not is_initialized():
