@@ -25,8 +25,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[int]):
         seed: of the orders.
 
     Raises:
-        TypeError: for a data set without a length.
-        ValueError: for a negative length, or a rank that is not below ``num_replicas``.
+        TypeError, ValueError: for arguments that do not fit.
 
     Example:
         >>> [list(UnrepeatedDistributedSampler(5, 2, rank)) for rank in (0, 1)]

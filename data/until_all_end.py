@@ -55,14 +55,11 @@ def until_all_end(loader: Iterable[T], group: Group = None, empty: T | None = No
 
 
 class _UntilAllEnd(Generic[T]):
-    """The iterable that :func:`until_all_end` returns."""
-
     def __init__(self, loader: Iterable[T], group: Group, empty: T | None) -> None:
         self.loader, self.group, self.empty = loader, group, empty
         self._empty_batch: T | None = None  # the last batch without rows, also for the next epoch
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the batches of an epoch."""
         group = resolve_group(self.group) if self.group is not None or is_initialized() else None
         if group is None or group.size() == 1:
             yield from self.loader

@@ -40,12 +40,10 @@ ALIGN = 16  # bytes of the widest dtype, complex128
 
 
 def round_up(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of 16 bytes."""
     return -(-size // ALIGN) * ALIGN
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """Return the bytes of one row of ``tensor``."""
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
@@ -67,7 +65,6 @@ class Exchange(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the group."""
         return self.group.rank()
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
@@ -88,10 +85,7 @@ class Exchange(NamedTuple):
         return output.to(tensor.device)
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Gather each of ``tensors`` (N, ...) from all ranks, and return (sum N_r, ...) in rank order.
-
-        Dtypes and trailing shapes are equal on every rank; ``counts`` are the numbers of rows, from the header.
-        """
+        """Gather each of ``tensors`` (N, ...), alike but for N, and return (sum N_r, ...); ``counts`` are all N."""
         most = max(counts)
         if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:
             return [self._gather_bytes(tensors[0], (len(counts) * most, *tensors[0].shape[1:]))]
@@ -191,10 +185,7 @@ def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
 
 
 def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[int]) -> Tensor:
-    """Return the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of each block.
-
-    Always a copy, in one kernel up to a hundred ranks: callers may change the rows in place.
-    """
+    """Return a copy of the rows (sum N_r, ...) of the tensor ``like``, ``offset`` bytes behind the start of blocks."""
     if not row_bytes(like):
         return like.new_empty(sum(counts), *like.shape[1:])
     shape = len(counts), max(counts), *like.shape[1:]
@@ -222,12 +213,8 @@ def communicate(
 ) -> None:
     """Make a collective, such as ``what`` "the all-gather of the rows"; name it and the public call if it fails.
 
-    torch's error says which connection was closed or how long it waited, but not in which call. When a rank dies, the
-    other ranks fail in their next collective, and its name shows where to look.
-
-    Raises:
-        RuntimeError: when the collective fails. Its cause is ``cause``, an exception that the collective reports to the
-            other ranks, or torch's error. The group cannot be used afterwards.
+    When a rank dies, the other ranks fail in their next collective, and torch's error does not say which that was.
+    ``cause`` is an exception that the collective reports to them.
     """
     try:
         collective(*arguments, **options)

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
-    """What the backward of a gather needs to know."""
-
     call: str
     group: ProcessGroup
     rows: tuple[int, ...]  # of each rank
@@ -38,19 +36,10 @@ class _Plan(NamedTuple):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gather row-aligned tensors and give each rank the gradient of its own rows.
+    """Connect gathered rows y_i (sum N_r, ...) to the rows x_i (N_r, ...) of this rank that require a gradient.
 
-    ======== ================ =============================================
-    tensor   shape            meaning
-    ======== ================ =============================================
-    x_i      (N_r, ...)       input i, rows of this rank
-    y_i      (sum N_r, ...)   output i: rows of all ranks, in rank order
-    dx_i     (N_r, ...)       local: k * dy_i[own rows]
-                              reduce_scatter: k / W * (sum_r dy_i)[own rows]
-    ======== ================ =============================================
-
-    The inputs are the tensors that require a gradient. The outputs were gathered before the call. The local form needs
-    no communication, because every rank computes the same dy. A second derivative would multiply by k twice: it raises.
+    ``dx_i = k * dy_i[own rows]``, or with reduce_scatter ``k / W * (sum_r dy_i)[own rows]``. A second derivative would
+    multiply by k twice: it raises.
     """
 
     @staticmethod
@@ -134,22 +123,16 @@ def gather_rows(
     Equal to ``tuple(all_gather_with_grad(t) for t in tensors)``, with a third of the collectives for three tensors.
 
     Args:
-        *tensors: tensors with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
+        *tensors: (N, ...) with the same number of rows N on this rank; N may differ between ranks and may be 0. Any
             dtype, any trailing shape, equal on every rank. None stands for an absent tensor and comes back as None.
         group, gradient_reduction, backward: see :func:`all_gather_with_grad`.
 
     Returns:
-        A tuple with one entry per argument, rows in rank order. Without a process group, or at world size 1 and k = 1,
-        the very same objects.
-
-    Shape:
-        each (N_r, ...) -> (sum over ranks of N_r, ...).
+        A tuple with one entry (sum over ranks of N, ...) per argument, as of :func:`all_gather_with_grad`.
 
     Raises:
-        TypeError: for an argument that is neither a tensor nor None.
-        ValueError: for row counts that differ within a rank; for dtypes, trailing shapes, devices, presence or need
-            of gradient that differ between ranks.
-        RuntimeError: as :func:`all_gather_with_grad`.
+        TypeError, ValueError, RuntimeError: as :func:`all_gather_with_grad`; for row counts that differ within a rank;
+            for devices, presence or need of gradient that differ between ranks.
 
     Distributed:
         One all-gather forward if the rows fit behind the header: at most 64 KiB per rank, on the host, from the second
@@ -309,10 +292,7 @@ def _gathered_over(tensor: Tensor) -> ProcessGroup | None:
 
 
 def is_of_local_gather(total: Tensor, group: ProcessGroup) -> bool:
-    """Return True if each term of ``total`` is of rows that a public gather with a local backward has gathered.
-
-    Only a gather over all ranks of ``group`` counts, because then every rank has to compute the same total.
-    """
+    """Return True if each term of ``total`` is of rows that a local public gather has brought from all of ``group``."""
 
     def is_gathered(node: Any) -> bool:
         nodes, seen = [node], {None}

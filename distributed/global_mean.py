@@ -54,10 +54,7 @@ def part_of_mean(
 def mean_agreed(
     call: str, group: ProcessGroup, bring: Callable[[], Offer[Tensor]], *, gradient_reduction: str | int = "mean"
 ) -> Tensor:
-    """Agree on the arguments as :func:`agree_on`, and return the mean over all ranks. The header carries its parts.
-
-    ``bring`` returns :func:`part_of_mean`.
-    """
+    """Agree on :func:`part_of_mean`, which ``bring`` returns, and return the mean over all ranks."""
     refuse_in_backward(call)  # here, because a compiled caller skips its own check
 
     def look() -> Offer[Tensor]:
@@ -100,11 +97,10 @@ def global_mean(
         Scalar in the dtype of ``total``, with the same value on every rank. Without a process group, ``total / count``.
 
     Raises:
-        TypeError: when ``total`` is not a tensor.
-        ValueError: when ``total`` or ``count`` has more than one element, or ``count`` is negative.
+        TypeError, ValueError: on every rank, for arguments that do not fit, such as a ``count`` that is negative.
 
     Degenerate: a count of 0 over all ranks gives the sum of the totals, an empty sum: 0 with zero gradients.
-    Distributed: one collective forward, the header, and none backward. Errors are raised on every rank.
+    Distributed: one collective forward, the header, and none backward.
 
     Example:
         >>> import torch
@@ -150,11 +146,10 @@ def global_sum(value: Tensor, group: Group = None, *, gradient_reduction: str | 
         (*) in the dtype of ``value``, the same bits on every rank. Without a process group, ``value`` itself.
 
     Raises:
-        TypeError: when ``value`` is not a floating-point tensor.
-        ValueError: for shapes, dtypes or need of gradient that differ between ranks; in the first calls, for a sum of
-            rows that a gather with the local backward has gathered.
+        TypeError, ValueError: on every rank, for what is no floating-point tensor; for shapes, dtypes or need of
+            gradient that differ between ranks; in the first calls, for a sum of rows gathered with the local backward.
 
-    Distributed: one collective forward, or two as in :func:`gather_rows`, and none backward. Errors on every rank.
+    Distributed: one collective forward, or two as in :func:`gather_rows`, and none backward.
 
     Example:
         >>> import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -26,25 +25,14 @@ _NO_GROUP = "call torch.distributed.init_process_group first (torchrun sets what
 
 
 def is_initialized() -> bool:
-    """Return True when a default process group exists.
-
-    ``torch.compile`` guards an attribute, but would treat the result of ``dist.is_initialized()`` as a constant.
-    """
+    """Return True when a default process group exists; torch.compile takes ``dist.is_initialized()`` for a constant."""
     return dist.is_available() and dist.group.WORLD is not None
 
 
 def resolve_group(group: Group = None, *, name: str = "group") -> ProcessGroup:
-    """Return the process group that ``group`` stands for.
+    """Return the process group that ``group`` stands for, or raise an error about the argument ``name``.
 
-    Args:
-        group: None for the default group, a ``ProcessGroup``, or a ``DeviceMesh``. A mesh of several dimensions is
-            flattened once, which creates a group: every rank of the mesh must make that first call.
-        name: name of the argument in error messages.
-
-    Raises:
-        TypeError: when ``group`` is something else.
-        ValueError: when this rank is not a member of it.
-        RuntimeError: when there is no process group, or ``group`` has been destroyed.
+    A mesh of several dimensions is flattened once, which creates a group: every rank of it must make that first call.
     """
     if not is_initialized():
         raise RuntimeError(expected(name, "an initialized process group", None, f"Please {_NO_GROUP}."))
@@ -65,7 +53,6 @@ def _check_group(group: object, name: str) -> None:
 
 
 def _check_exists(group: ProcessGroup, name: str) -> None:
-    """Raise RuntimeError if ``group`` has been destroyed."""
     try:
         dist.get_rank(group)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -74,15 +61,11 @@ def _check_exists(group: ProcessGroup, name: str) -> None:
 
 
 def group_ranks(group: ProcessGroup) -> list[int]:
-    """Return the global ranks of ``group``, in group order."""
     return dist.get_process_group_ranks(group)
 
 
 def header_device(group: ProcessGroup) -> torch.device:
-    """Return the device of the header: the CPU if the group can communicate there, else its accelerator.
-
-    It does not depend on the arguments of a call, so a rank with bad arguments joins the same collective.
-    """
+    """Return the device of the header, for any arguments: the CPU if the group serves it, else its accelerator."""
     if "cpu" in backend_by_device(group):
         return torch.device("cpu")
     bound = bound_device(group)
@@ -94,10 +77,7 @@ def header_device(group: ProcessGroup) -> torch.device:
 
 
 def check_device_of_group(name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    """Raise ValueError when ``tensor`` is on another accelerator than the one that ``group`` communicates on.
-
-    This happens without ``set_device``: every rank would put its headers on the first accelerator.
-    """
+    """Raise ValueError when ``tensor`` is on another accelerator than that of ``group``, as without ``set_device``."""
     device = header_device(group)
     if tensor.device.type == device.type != "cpu" and tensor.device != device:
         call = f"torch.{device.type}.set_device({tensor.device.index})"
@@ -134,13 +114,9 @@ def gradients_divided_by(divisor: float | None) -> Iterator[None]:
 
 
 def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:
-    """Return k, the factor on this rank's rows in the backward of a gather.
+    """Return k, the factor on this rank's rows in the backward of a gather; see :func:`all_gather_with_grad`.
 
-    ``"mean"``: the wrapper averages parameter gradients over the ranks of the gather (DDP, FSDP2), and k is their
-    number. ``"sum"``: it adds them, and k is 1. An int: it averages over that many ranks, and k is their number.
-
-    Raises:
-        ValueError: inside :func:`gradients_divided_by`, when the model combines its gradients in another way.
+    ValueError inside :func:`gradients_divided_by`, when the model combines its gradients in another way.
     """
     scale = int(gradient_reduction) if isinstance(gradient_reduction, int) else 1
     if gradient_reduction == "mean":
@@ -171,7 +147,6 @@ SAME_REDUCTION = "Set the same gradient_reduction on every rank."
 
 
 def check_gradient_reduction(gradient_reduction: str | int) -> str | int:
-    """Return ``gradient_reduction`` unchanged, or raise ValueError unless it is "mean", "sum" or an int >= 1."""
     is_count = isinstance(gradient_reduction, int) and not isinstance(gradient_reduction, bool)
     if gradient_reduction in ("mean", "sum") or (is_count and int(gradient_reduction) >= 1):
         return gradient_reduction
@@ -194,10 +169,7 @@ class DataGroup:
         self._dropped = False
 
     def resolve(self, gather_distributed: bool | None, gradient_reduction: str | int) -> ProcessGroup | None:
-        """Return the group to communicate over, or None if the call is local or :func:`alone`.
-
-        ``gather_distributed`` of None detects a process group, False is local, and True requires one.
-        """
+        """Return the group to communicate over, or None if the call is local or :func:`alone`."""
         if gather_distributed is False:
             return None
         world = dist.group.WORLD if dist.is_available() else None
@@ -220,12 +192,10 @@ class DataGroup:
         return None if alone(self._resolved, gradient_reduction) else self._resolved
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataGroup:
-        return copy.copy(self)
+        return self
 
     def __copy__(self) -> DataGroup:
-        duplicate = DataGroup(self.group)
-        duplicate._world, duplicate._resolved, duplicate._dropped = self._world, self._resolved, self._dropped
-        return duplicate
+        return self
 
     def __getstate__(self) -> dict[str, bool]:
         return {"dropped": self.group is not None or self._dropped}
@@ -236,7 +206,6 @@ class DataGroup:
 
 
 def check_gather_distributed(value: bool | None) -> bool | None:
-    """Return ``value`` unchanged, or raise TypeError unless it is None, True or False."""
     if value is None or isinstance(value, bool):
         return value
     raise TypeError(expected("gather_distributed", "None, True or False", value))

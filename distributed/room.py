@@ -7,13 +7,9 @@ shrinks when several calls in a row have used at most half of it. Rows that do n
 The room shrinks when the unused bytes have cost about as much as one collective, which ``python benchmarks/gather.py``
 measures: after two calls at 64 KiB, four at 32 KiB, eight at 16 KiB or less.
 
-The block of a rank holds its tensors one after another, each padded to a multiple of 16 bytes, so that every dtype can
-be viewed in place::
-
-    | header | tensor 0: rows | padding | tensor 1: rows | padding | ... unused |
-
-Rows travel this way on the host only, where a collective costs more than its bytes. On an accelerator, packing and
-unpacking them would take kernel launches of their own.
+The block of a rank is its header and then its tensors, as in :mod:`~fullrank.distributed.exchange`. Rows travel this
+way on the host only, where a collective costs more than its bytes. On an accelerator, packing and unpacking them would
+take kernel launches of their own.
 """
 
 from __future__ import annotations
@@ -111,7 +107,6 @@ class Parcel:
         self._views: list[tuple[Tensor, ...]] = []
 
     def bytes_of(self, count: int) -> int:
-        """Return the bytes of ``count`` rows."""
         return sum(round_up(count * width) for _, _, width in self._kinds)
 
     def write(self, room: Room, tensors: Sequence[Tensor | None]) -> None:
@@ -124,7 +119,6 @@ class Parcel:
                 next(views).copy_(tensor.detach() if tensor.requires_grad else tensor)
 
     def read(self, room: Room, counts: tuple[int, ...]) -> list[Tensor]:
-        """Return copies of the gathered tensors."""
         if self._counts != counts:
             blocks = room.arrived.chunk(len(counts))
             self._views = [*zip(*(self._views_of(block, count) for block, count in zip(blocks, counts)))]

@@ -59,11 +59,9 @@ class LossSchedule(_Callback):
     """
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the number of micro-batches."""
         _warn_of_accumulation(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the epoch and the optimizer step of every schedule."""
         for schedule in find_schedules(pl_module):
             # Not in the hook of the epoch, which Lightning skips after a restart from the last step of an epoch.
             schedule.on_train_epoch_start(trainer.current_epoch)
@@ -94,16 +92,13 @@ class LossMonitor(_Callback):
         self._monitor.start()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restart the counts, and look at the number of micro-batches."""
         _warn_of_accumulation(trainer, pl_module)
         self._monitor.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the values; Lightning passes them to its loggers every ``log_every_n_steps`` steps."""
         pl_module.log_dict(self._monitor.values(), batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop counting."""
         self._monitor.stop()
 
 
@@ -127,7 +122,6 @@ class VerifyStep(_Callback):
         self._check, self._options = check, options
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Verify the step, once."""
         if self.report is not None:
             return
 

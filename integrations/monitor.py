@@ -29,13 +29,11 @@ class Monitor:
             warn("LossMonitor: no loss in the module has a temperature, so that nothing is logged.")
 
     def start(self) -> None:
-        """Start counting calls from 0."""
         for _, loss in self._losses:
             if isinstance(loss, RankingLoss):
                 loss.pool_counts = PoolCounts()
 
     def stop(self) -> None:
-        """Stop counting."""
         for _, loss in self._losses:
             if isinstance(loss, RankingLoss):
                 loss.pool_counts = None

@@ -139,7 +139,6 @@ class AveragePrecisionClassifier(ClassifierMixin, BaseEstimator):
         self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
-        """Say that it takes two classes, and dense and sparse rows."""
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         tags.input_tags.sparse = True

@@ -229,7 +229,6 @@ class LossMonitor(_Callback):
         self._monitor = Monitor(loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start counting."""
         self._monitor.start()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -241,7 +240,6 @@ class LossMonitor(_Callback):
             self._monitor.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop counting."""
         self._monitor.stop()
 
 

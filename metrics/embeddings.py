@@ -47,11 +47,6 @@ class EmbeddingMetric(GatheredMetric):
         Every rank gets the same value.
     """
 
-    full_state_update = False
-    higher_is_better = True
-    is_differentiable = False
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
     own_argument: str  # that of the subclass, for ``repr``
     num_values = 1  # L, of a query
     row_states = "embeddings", "labels", "roles"
@@ -63,8 +58,6 @@ class EmbeddingMetric(GatheredMetric):
         super().__init__(**kwargs)
         self.num_features = num_features if num_features is None else check_count("num_features", num_features, 1)
         self.ignore_index = check_int("ignore_index", ignore_index)
-        for name in self.row_states:
-            self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(
         self,
@@ -162,7 +155,6 @@ class EmbeddingMetric(GatheredMetric):
         return torch.empty(0, self.num_features or 0, device=self.device), labels, labels.clone()
 
     def extra_repr(self) -> str:
-        """Return the hyper-parameters."""
         return f"{self.own_argument}={getattr(self, self.own_argument)!r}, ignore_index={self.ignore_index}"
 
 

@@ -64,7 +64,6 @@ class PAUCAtBudget(ReviewedMetric):
         check_area(PartialArea(alpha, beta, surrogate="trapezoid", budget_basis=budget_basis))
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the partial area of each class or query, over the width of the band."""
         # The curve rises in the runs of equal scores that have a positive, straight from their first row to their last.
         ranked = Ranked.of(pool)
         rises = ranked.rises()

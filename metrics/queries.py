@@ -78,7 +78,6 @@ class QueryReciprocalRank(QueryMetric):
     """
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the value of each query."""
         ranked = Ranked.of(pool)
         rises = ranked.rises()
         first = numpy.full(len(rises.num_rows), math.inf)
@@ -99,7 +98,6 @@ class QueryRecall(QueryMetric):
     """
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the value of each query."""
         ranked = Ranked.of(pool)
         rises = ranked.rises()
         number = rises.positives[1] - rises.positives[0]  # [R] of a run, which come last in it
@@ -130,6 +128,7 @@ class QueryNDCG(QueryMetric):
     """
 
     own_arguments = "k", "gain"
+    target_dtype = torch.float64
 
     def __init__(
         self,
@@ -160,12 +159,7 @@ class QueryNDCG(QueryMetric):
         kept = grades != self.ignore_index
         self._add(scores.detach()[kept, None], grades[kept].double(), None, None if queries is None else queries[kept])
 
-    @property
-    def _target_dtype(self) -> torch.dtype:
-        return torch.float64
-
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the value of each query."""
         grades = pool.rows.targets.double()
         pool.positive, pool.member = (grades.exp2() - 1 if self.gain == "exponential" else grades)[None], None
         ranked = Ranked.of(pool)

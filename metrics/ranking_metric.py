@@ -58,14 +58,10 @@ class RankingMetric(GatheredMetric):
         call, or without any ``update`` takes part like the others. Every rank gets the value of all rows.
     """
 
-    full_state_update = False
-    higher_is_better = True
-    is_differentiable = False
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
     plot_legend_name = "Class"
     own_arguments: tuple[str, ...] = ()  # the names of the subclass's own arguments, for ``repr``
     ranks_queries = False  # True for a metric that takes ``indexes``
+    target_dtype: torch.dtype | None = None  # None for that of class indices
 
     row_states = "logits", "targets", "weights", "indexes"
     logits: list[Tensor]
@@ -84,8 +80,6 @@ class RankingMetric(GatheredMetric):
         super().__init__(**kwargs)
         self.num_classes, self.average, self.ignore_index = num_classes, average, ignore_index
         self.multi_hot = multi_hot
-        for name in self.row_states:
-            self.add_state(name, default=[], dist_reduce_fx="cat")
         # MetricCollection lets metrics whose states are equal after the first update share one state. Metrics that read
         # targets differently must not share it, so the rule by which targets are read is part of the state.
         rule = torch.tensor([num_classes, ignore_index, int(multi_hot)])
@@ -176,7 +170,7 @@ class RankingMetric(GatheredMetric):
 
     def rows(self) -> tuple[Tensor, ...]:
         """Return all rows of each state: logits (M, C) float64, targets, weights (M,) float64, indexes (M,) int64."""
-        dtypes = torch.float64, self._target_dtype, torch.float64, torch.int64
+        dtypes = torch.float64, self.target_dtype or self._rule.dtype, torch.float64, torch.int64
         if self.logits:
             return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))
         device = torch.device("cpu") if self.compute_on_cpu else self.device
@@ -184,15 +178,10 @@ class RankingMetric(GatheredMetric):
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes))
 
     @property
-    def _target_dtype(self) -> torch.dtype:
-        return self._rule.dtype
-
-    @property
     def _rule(self) -> TargetRule:
         return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     def extra_repr(self) -> str:
-        """Return the hyper-parameters."""
         names = ("num_classes", *self.own_arguments, "average", "ignore_index", "multi_hot")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
@@ -289,7 +278,6 @@ class Rises(NamedTuple):
     num_rows: Array  # [G]
 
     def sum_of(self, values: Array) -> Array:
-        """Return the sums (G,) of ``values`` (R,)."""
         return numpy.bincount(self.group, values, minlength=len(self.num_rows))
 
 

@@ -65,7 +65,6 @@ class RecallAtQuantile(ReviewedMetric):
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the recall of each class."""
         rule = [self.quantile], self.quantile_interpolation
         threshold = upper_levels(pool.scores, pool.member, *rule, weight=pool.key_weight)  # [C, 1]
         positives = mass_of(pool.positive, pool)  # [C, M]

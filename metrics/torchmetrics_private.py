@@ -1,17 +1,4 @@
-"""The one file that uses private parts of :class:`torchmetrics.Metric`: gather rows, cache values, copy, plot.
-
-What it uses, tested with torchmetrics 1.9:
-
-================== ==================================================================================================
-``_sync_dist``     overridden; the step between ``sync`` and ``unsync`` that replaces the state
-``_wrap_compute``  overridden; wraps ``compute`` with synchronization and cache
-``_computed``      the cached value, or None; read and cleared
-``_to_sync``       read; True if ``compute`` synchronizes
-``_is_synced``     read; True while the state is that of all ranks
-``_update_count``  set during a ``compute``, to silence a warning
-``_plot``          called
-================== ==================================================================================================
-"""
+"""The one file that uses private parts of :class:`torchmetrics.Metric` (1.9): gather rows, cache values, copy, plot."""
 
 from __future__ import annotations
 
@@ -35,11 +22,21 @@ from ..losses.base import SAME_ARGUMENTS
 class GatheredMetric(Metric):
     """A metric whose state is rows of tensors; all ranks gather them in one block, by the same collectives.
 
-    A subclass adds a list state for each name in ``row_states``, ``rows()`` and, if not (), ``result_shape``.
+    A subclass names the states, ``row_states``, and adds ``rows()`` and, if not (), ``result_shape``.
     """
 
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
     row_states: tuple[str, ...]
     result_shape: tuple[int, ...] = ()  # of the last value of ``compute``
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.row_states:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def rows(self) -> tuple[Tensor, ...]:
         """Return all rows of each state, in the same dtypes even without rows."""
@@ -102,11 +99,7 @@ class GatheredMetric(Metric):
                 self._computed = None
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
-        """Replace the state with the rows of all ranks in one block, of the same dtypes even without rows.
-
-        torchmetrics gathers each tensor of a list separately, so a rank with an empty list would make other
-        collectives.
-        """
+        """Replace the state with the rows of all ranks; torchmetrics makes no collectives for an empty list."""
         group = self.process_group if process_group is None else process_group
         rows: Sequence[Any]
         if dist_sync_fn is not gather_all_tensors:

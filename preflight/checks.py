@@ -156,7 +156,6 @@ def gradient_of(name: str) -> Callable[[Site], str]:
 def _value_and_gradient(
     model: nn.Module, loss: nn.Module, form: Arguments, inputs: Tensor, targets: Tensor
 ) -> tuple[float, Tensor]:
-    """Return the loss, and the gradient of all parameters in one tensor."""
     model.zero_grad()
     value = loss(*form(model(inputs), targets))
     value.backward()

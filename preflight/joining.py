@@ -26,7 +26,6 @@ def is_window(batch: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Return ``batch`` with ``function`` applied to every tensor in it."""
     if isinstance(batch, Tensor):
         return function(batch)
     items = _items(batch)
@@ -34,7 +33,6 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors in ``batch``."""
     if isinstance(batch, Tensor):
         return [batch]
     return [tensor for value in (_items(batch) or {}).values() for tensor in tensors_in(value)]

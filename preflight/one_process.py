@@ -171,7 +171,6 @@ class State:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until ``stack`` ends."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -291,7 +290,6 @@ class Reference:
         self._load()
 
     def close(self) -> None:
-        """Destroy the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
@@ -327,7 +325,6 @@ class Reference:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Inside, this process is the only one."""
         if self._group is None:
             yield
             return

@@ -25,8 +25,6 @@ from ..kernels.registration import full_products
 
 
 class Place(NamedTuple):
-    """The device that a process computes on."""
-
     host: str
     current: int  # index of the current device; 0 on the CPU
     visible: int  # number of devices that the process sees; 0: it computes on the CPU
@@ -46,7 +44,6 @@ class Site(NamedTuple):
     facts: tuple[dict[str, Any], ...] = ()  # about the machines of all ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
@@ -117,7 +114,6 @@ def describe(site: Site, version: str) -> dict[str, Any]:
 
 
 def facts_of(device: torch.device) -> dict[str, str]:
-    """Return versions and settings of this process, and the properties of ``device``."""
     toolkits = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     module: Any = torch.get_device_module(device)
     has_name = hasattr(module, "get_device_name")

@@ -125,7 +125,6 @@ def _together(ranks: ProcessGroup | None, compute: Callable[[], T], call: str = 
 
 
 def _everyone(ranks: ProcessGroup | None, value: T) -> list[T]:
-    """Return ``value`` of every rank."""
     if ranks is None:
         return [value]
     values: list[Any] = [None] * ranks.size()
@@ -360,7 +359,6 @@ class _Proof:
 
 
 def _near(factors: Sequence[float], wanted: float) -> bool:
-    """Return True if every factor is about ``wanted``."""
     return bool(factors) and all(abs(factor - wanted) <= 0.01 * wanted for factor in factors)
 
 

@@ -162,14 +162,10 @@ class MemoryQueue(SavedState):
 
         Args:
             logits: (N, C), stored detached.
-            targets: (N,) class indices, or (N, C) with ``multi_hot``.
+            targets: (N,) class indices, or (N, C) with ``multi_hot``. ValueError for shapes that do not fit.
             iid_mask: (N,) bool, None for all True.
             sample_weight: (N,), None for all 1.
-            num_stored: the number of rows that :meth:`wanted` marks, if the host knows it. With None the host waits for
-                the device to count them.
-
-        Raises:
-            ValueError: when shapes do not fit.
+            num_stored: the number of rows that :meth:`wanted` marks; with None the host waits for the device to count.
         """
         if not logits.is_floating_point():
             raise TypeError(expected("logits", "a floating-point tensor", logits))
@@ -237,10 +233,7 @@ class MemoryQueue(SavedState):
     def _as_stored(
         self, logits: Tensor, targets: Tensor, iid_mask: Tensor | None, sample_weight: Tensor | None
     ) -> list[Any]:
-        """Move the queue to the device of the rows, and to float64 if they are, and return them in its dtypes.
-
-        On the CPU they are arrays, with which operations on few rows take a third of the time.
-        """
+        """Move the queue to where the rows are; return them in its dtypes, on the CPU as arrays, which are faster."""
         device, wide = logits.device, torch.float64
         if self._ring.logits.is_meta:
             self._allocate(device, self._ring.logits.dtype)  # nothing was stored on the meta device
@@ -413,7 +406,6 @@ class MemoryQueue(SavedState):
         return {**read, **numbers, "_has_weights": has_weights}
 
     def extra_repr(self) -> str:
-        """Return the arguments for ``repr``."""
         return f"capacity={self.capacity}, num_classes={self.num_classes}, keep={self.keep!r}, fill={self._fill}"
 
 
