@@ -81,9 +81,7 @@ class PipelineMean:
         pipeline = resolve_group(stages[0].group)
         self._pipeline = pipeline if pipeline.size() > 1 else None
         if self._sync.ddp:
-            fix = (
-                "A schedule prepares DDP's reduction by private calls, which fail in interleaved ones: use fully_shard."
-            )
+            fix = "A schedule prepares DDP's reduction by private calls that fail in interleaved ones: use fully_shard."
             raise ValueError(expected("schedule", "stages without DDP", Words(self._sync.kind), fix))
         self._sync.check_managed(others_reduce=group is not None, multiplier=multiplier)
         self._sync.check_group(group)

@@ -1,11 +1,7 @@
 """One pooled loss over ranks and micro-batches: score without a graph, one loss, replay with the scores' gradients.
 
-With s the scores of a window and w the parameters, the gradient of a loss L(s(w)) is::
-
-    dL/dw = sum over micro-batches g of (ds_g/dw)^T dL/ds_g
-
-dL/ds needs all scores but no activations. (ds_g/dw)^T needs the activations of one micro-batch, which is forwarded a
-second time, with the same random masks and from the same buffers.
+In the formula of :func:`pooled_backward` dL/ds needs all scores s of a window but no activations. (ds_g/dw)^T needs the
+activations of one micro-batch g, which is forwarded a second time, with the same random masks and buffers.
 
 What happens in a window, on every rank and whatever the data::
 

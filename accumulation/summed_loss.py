@@ -50,9 +50,7 @@ def checked_sum(loss: Any, *name: Any) -> Tensor:
     In float32 for half precision: that would round m / N, and float16 ends at 65504.
     """
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise TypeError(
-            expected(named(*name), "a floating-point tensor", loss, "Pass the summed loss, with its graph.")
-        )
+        raise TypeError(expected(named(*name), "a floating-point tensor", loss, "Pass the summed loss with its graph."))
     if loss.numel() != 1:
         raise ValueError(expected(named(*name), "one element", loss, "Use loss.sum(), the sum over the terms."))
     if not (loss.requires_grad and torch.is_grad_enabled()):

@@ -103,11 +103,9 @@ def sequence_sync_group(mode: str, *, ring: G, ulysses: G, unified: G) -> G | No
 _COUNTS: WeakKeyDictionary[nn.Module, tuple[float, Tensor, TensorWeakRef]] = WeakKeyDictionary()
 
 
-def note_count(model: nn.Module, count: float | None) -> None:
-    """Note the divisor of the gradients of ``model``, for :func:`all_reduce_grads_`; None removes the note."""
+def note_count(model: nn.Module, count: float) -> None:
+    """Note the divisor of the gradients of ``model``, for :func:`all_reduce_grads_`."""
     _COUNTS.pop(model, None)
-    if count is None:
-        return
     for parameter in model.parameters():
         if parameter.grad is not None:
             _COUNTS[model] = count, parameter, TensorWeakRef(parameter.grad)

@@ -86,9 +86,7 @@ class Plan:
         copies = [group for groups in self._copies.values() for group in groups]
         for ranks, group in stages.items():
             if any(_overlap(group, other) for other in [*self.shards.values(), *copies]):
-                fix = (
-                    "Parameters are sharded or copied over some of these ranks: pass the groups of the pipeline stages."
-                )
+                fix = "Parameters are sharded or copied over some of these ranks: pass the groups of pipeline stages."
                 raise ValueError(expected("across", "groups whose ranks hold different parameters", Words(ranks), fix))
         self.stages = {ranks: group for ranks, group in stages.items() if len(ranks) > 1}
 

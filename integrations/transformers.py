@@ -97,9 +97,8 @@ class LinearLossMixin:
                     raise ValueError(expected("model", "one that returns what its head does", Words("others"), without))
                 if 0 < total < torch.inf:  # 0, of a batch without labels, is 0 after any soft cap, and NaN is NaN
                     self._unchanged_head = head
-            return local_mean(
-                total, (labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            )
+            count = (labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            return local_mean(total, count)
 
         head.forward, self.compute_loss_func = loss_sum, divided  # type: ignore[assignment]
         try:

@@ -314,9 +314,7 @@ class Reference:
         lengths = [float(grad.norm()) for grad in gradients.values() if grad is not None]
         if not lengths or not math.isfinite(sum(lengths)):
             got = Words("one that gives NaN or infinite ones" if lengths else "one that gives none")
-            fix = (
-                "Call the model that it is given, not another variable, and backward before any optimizer or zero_grad."
-            )
+            fix = "Call the model it is given, not another variable, and backward before any optimizer or zero_grad."
             if lengths:
                 scale = ", or lower the scale of the GradScaler" * self.state.is_scaled
                 fix = f"Look for NaN in the loss of all rows{scale}."
