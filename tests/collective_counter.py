@@ -26,5 +26,4 @@ class CollectiveCounter(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Number of collectives."""
         return sum(self.counts.values())

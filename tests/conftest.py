@@ -90,7 +90,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """End the worker processes."""
     close_pools()
 
 

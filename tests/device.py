@@ -92,7 +92,6 @@ _refused: list[torch.dtype] = []
 
 @contextmanager
 def count() -> Iterator[Counts]:
-    """Count what happens on the device."""
     counts = Counts()
     _counting.append(counts)
     try:
@@ -235,7 +234,6 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``."""
     if isinstance(value, (list, tuple)):
         for leaf in value:
             yield from _tensors(leaf)
@@ -271,7 +269,6 @@ def _own_random_state() -> Iterator[None]:
 
 
 def _add(counts: Counts, name: str, args: Any, kwargs: Any, tensors: list[torch.Tensor], result: Any) -> None:
-    """Add the cost of one operator."""
     waits, launches = _WAITS.get(name, 0), 0 if name in _FREE.split() else _LAUNCHES.get(name, 1)
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         waits = 0

@@ -36,7 +36,6 @@ class Recorder:
         sys.settrace(self._enter)
 
     def write(self, text: str) -> None:
-        """Append a line to the file of this process."""
         os.write(self._output, f"{text}\n".encode())
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:

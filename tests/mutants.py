@@ -123,7 +123,6 @@ def changes_of_call(node: ast.Call) -> Iterator[ast.AST]:
 
 
 def with_fields(node: ast.AST, **fields: Any) -> ast.AST:
-    """Return a copy of ``node`` with other fields."""
     return type(node)(**dict(ast.iter_fields(node)) | fields)
 
 
@@ -148,7 +147,6 @@ def places(node: ast.AST, lines: range = range(0)) -> Iterator[tuple[ast.AST, Ca
 
 
 def is_left_out(node: ast.AST) -> bool:
-    """Return whether nothing of a node changes."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Assert() | ast.Expr(value=ast.Constant()):
             return True
@@ -162,7 +160,6 @@ def is_left_out(node: ast.AST) -> bool:
 
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
-    """Return all changes of a file."""
     found: list[Mutant] = []
     for node, _, lines in places(ast.parse(text)):
         line = getattr(node, "lineno", lines.start)

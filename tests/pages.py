@@ -27,7 +27,6 @@ def printing_blocks(page: str, section: str = "") -> list[tuple[str, str]]:
 
 
 def blocks(page: str, section: str = "") -> list[str]:
-    """Return the Python blocks alone."""
     return [code for code, _ in printing_blocks(page, section)]
 
 

@@ -34,7 +34,6 @@ from fullrank.accumulation.window import list_micro_batches
 
 @on_ranks()
 def test_every_form_of_count_and_step(rank: int) -> None:
-    """Under DDP; the wrappers are in tests/conformance."""
     model, expected, errors = wrap(Model(), "ddp"), one_process(Model(), all_batches("uneven")), {}
     total = sum(map(num_valid, all_batches("uneven")))
     batches = [batch | {"ids": torch.zeros_like(batch["labels"])} for batch in make_window("uneven", rank)]
@@ -102,10 +101,7 @@ def test_discarded_window_leaves_nothing(rank: int, kind: str, sync: str, discar
 @pytest.mark.full
 @on_ranks(4)
 def test_tensor_parallel_copies_count_once(rank: int) -> None:
-    """Two data ranks of two tensor-parallel ranks each, by the group the count is made over.
-
-    Also with logits that are sharded over the vocabulary, whose loss is a DTensor.
-    """
+    """By the group the count is made over; "loss": also with logits that are sharded over the vocabulary."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -196,7 +192,6 @@ def test_switches_after_a_loop_that_was_left_and_is_kept(rank: int, kind: str, d
 
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
-    """Return a model and three micro-batches of uneven size."""
     model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     return model, [torch.randn(size, 2, dtype=torch.float64, generator=generator) for size in (3, 1, 5)]
@@ -332,8 +327,6 @@ def test_windows_checks_at_the_call(loader: object, size: object, kind: type, te
 
 
 class Holder:
-    """A micro-batch with attributes."""
-
     labels = None
     target_tokens = torch.tensor([[1, 2, -100], [-100, 4, 5]])
 
@@ -399,7 +392,6 @@ def test_labels_that_are_shifted_already_by_their_name(key: str, in_a_loop: bool
 
 @on_ranks()
 def test_count_valid_tokens_over_ranks(rank: int) -> None:
-    """Over all ranks, over a mesh of this rank alone, and with bad arguments on the last rank."""
     window, world_size = make_window("uneven", rank), dist.get_world_size()
     own = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "own"))["own"]
     is_last = rank == world_size - 1

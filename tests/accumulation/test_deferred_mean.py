@@ -25,12 +25,10 @@ from fullrank import DeferredMean, accumulate, all_reduce_grads_, maybe_no_sync,
 
 
 def sync_groups(kind: str) -> list[Any]:
-    """Return what is left to add for a wrapper."""
     return [dist.group.WORLD] if kind == "plain" else []
 
 
 def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch], groups: Iterable[Any] = ()) -> Any:
-    """Run one step and return its count."""
     for batch in batches:
         deferred.backward(sum_loss(model, batch), num_valid(batch))
     return deferred.finish(sync_groups=groups)
@@ -68,7 +66,6 @@ def test_a_call_without_terms_adds_nothing(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 @on_ranks()
 def test_weights_may_take_the_place_of_counts(rank: int, kind: str) -> None:
-    """Given as tensors."""
     reference, model = Model(), wrap(Model(), kind)
     deferred, mine = DeferredMean(model, by_hand(model)), 0.37 * (1 + rank)
     parts = [(0.37 * (1 + r), batch) for r in range(dist.get_world_size()) for batch in make_window("full", r)]
@@ -150,10 +147,7 @@ def test_experts(rank: int, way: str) -> None:
 )
 @on_ranks(4)
 def test_a_count_over_the_data_ranks_alone_is_seen(rank: int, way: str, mode: str) -> None:
-    """Ranks that are added up have divided by different counts of their parts of each sequence.
-
-    Equal counts, as of tensor parallelism, pass, and so do gradients of another backward ("stale").
-    """
+    """Equal counts, as of tensor parallelism, pass, and so do gradients of another backward ("stale")."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))

@@ -30,7 +30,6 @@ FORMS = ["default", *(pytest.param(form, marks=pytest.mark.slow) for form in OTH
 
 
 def wrapped(form: str, buffers: bool) -> nn.Module:
-    """Return a model under DDP."""
     options = {
         "find unused": {"find_unused_parameters": True},
         "static graph": {"static_graph": True},
@@ -128,10 +127,7 @@ def test_ranks_compare_which_modules_would_broadcast(rank: int) -> None:
 
 @on_ranks(2)
 def test_buffers_are_broadcast_once_a_window(rank: int) -> None:
-    """From rank 0, whose forwards count; two more broadcasts arrange the buckets, in the second window.
-
-    After a forward in no_sync, DDP broadcasts nothing.
-    """
+    """From rank 0; two more broadcasts arrange the buckets, in the second window. After no_sync there is none."""
     model = wrapped("default", True)
     for broadcasts, forwards in ((1, 3.0), (3, 3.0), (1, 3.0), (0, 4.0)):
         model.module.forwards.fill_(10.0 * rank)

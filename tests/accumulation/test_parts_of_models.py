@@ -132,7 +132,6 @@ def test_a_hook_after_the_reduction_of_fsdp(rank: int, verb: str) -> None:
 
 @on_ranks(2)
 def test_a_model_that_no_wrapper_reduces_is_refused(rank: int) -> None:
-    """Also where some ranks alone pass the wrong one."""
     model, batches = wrap(Model(), "ddp"), make_window("full", rank)
     calls: list[Callable[[], Any]] = [lambda: run_window(model if rank else model.module, batches, group=None)]
     for part in (model.module, Model()):
@@ -183,7 +182,6 @@ def test_flows_that_reduce_by_hand(rank: int) -> None:
 
 @on_ranks(2)
 def test_discarding_a_part_leaves_the_rest(rank: int) -> None:
-    """Of an FSDP2 group, reduced or not."""
     from torch.distributed.fsdp import fully_shard
 
     model, batch = Model(), make_window("full", rank)[0]

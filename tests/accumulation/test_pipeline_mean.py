@@ -114,7 +114,6 @@ SCHEDULES += [pytest.param("ScheduleZBVZeroBubble", marks=[pytest.mark.slow, NOT
 
 
 def check(pipeline: Pipeline, layouts: tuple[str, ...] = ("full", "uneven", "none"), **options: Any) -> None:
-    """Take two steps of each layout."""
     mean = pipeline.mean(**options)
     for layout in [each for each in layouts for _ in range(2)]:
         everything = [batch for copy in range(pipeline.num_copies) for batch in batches_of(copy, layout)]
@@ -158,7 +157,6 @@ def test_two_pipelines(rank: int, name: str, kind: str) -> None:
 
 
 def _nan_without_terms(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a sum that is NaN; all labels are ignored."""
     return sums(logits, labels) + logits.sum() * torch.nan
 
 

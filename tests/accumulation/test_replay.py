@@ -39,18 +39,15 @@ replay = importlib.import_module("fullrank.accumulation.pooled_backward")
 
 
 def make_model(*layers: nn.Module, dtype: str = "float64") -> Model:
-    """Return a model with one score a row and ``layers`` after the hidden one."""
     return Model(dtype, 1, middle=layers)
 
 
 def own_window(rank: int, count: int) -> list[Rows]:
-    """Return this rank's micro-batches of a step."""
     step = make_step(Case("smooth_ap"), 0)
     return cut(part_of(step, split(len(step.features), dist.get_world_size(), 0), rank), count, seed=rank)
 
 
 def pool_window(model: nn.Module, batches: list[Rows], loss: Any, **options: Any) -> Tensor:
-    """Run one window over the rows of ``batches``."""
     options = {"forward": lambda batch: model(batch.features), "group": by_hand(model)} | options
     return fullrank.pooled_backward(model, batches, loss=loss, **options)
 
@@ -63,7 +60,6 @@ def retained(model: nn.Module, batches: Any, forward: Callable[[Any], Tensor], l
 
 
 def mean_of_squares(scores: Tensor, batches: list[Rows], reduction: str | int) -> Tensor:
-    """Return a summed loss over all ranks."""
     return fullrank.global_mean(scores.square().sum(), scores.numel(), gradient_reduction=reduction)
 
 
@@ -140,10 +136,7 @@ def run_both(
     autocast: bool = False,
     check_replay: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
-    """Return the model after one backward through the graphs of all micro-batches, and after pooled_backward.
-
-    Both start alike, and are asserted to leave the same loss and the same random state.
-    """
+    """Return the model after a backward through all graphs, and after pooled_backward; loss and random state agree."""
     generator = torch.Generator().manual_seed(1)
     sizes, dtype = (5, 9, 7), next(make().parameters()).dtype
     batches = [torch.randn(size, 7, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
@@ -389,7 +382,6 @@ def test_groups_in_every_form(rank: int) -> None:
 
 
 def one_call(**options: Any) -> nn.Module:
-    """Call pooled_backward on a small model; options replace the arguments."""
     model = options.pop("model", None) or make_model()
     batches = options.pop("batches", [torch.ones(2, 7, dtype=torch.float64)] * 2)
     fullrank.pooled_backward(model, batches, **{"forward": model, "loss": lambda scores, _: scores.sum(), **options})
@@ -419,8 +411,6 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
 
 
 class Head(nn.Linear):
-    """A model with its loss."""
-
     def loss(self, scores: Tensor, _: Any) -> Tensor:
         return self(scores).sum()
 
@@ -462,10 +452,7 @@ LEARNED += [pytest.param(kind, marks=pytest.mark.full) for kind in ("summed", "h
 @pytest.mark.parametrize("kind", LEARNED)
 @on_ranks(2, pytest.param(4, marks=pytest.mark.full))
 def test_a_parameter_of_the_model_in_the_loss(rank: int, kind: str) -> None:
-    """GradCache for CLIP: the gradient of a learned temperature is that of one process, in each of three steps.
-
-    The micro-batches are uneven, and some are empty.
-    """
+    """GradCache for CLIP, a learned temperature: three steps, with uneven micro-batches and empty ones."""
     reference, model = make_learned(), make_learned()
     reference.contrast.gather_distributed = False
     model.contrast.gradient_reduction = "sum" if kind == "summed" else "mean"

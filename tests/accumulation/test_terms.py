@@ -48,10 +48,7 @@ def test_a_name_without_terms_has_no_gradient_though_its_loss_is_nan(rank: int, 
 
 @on_ranks()
 def test_weights_are_compared_as_numbers(rank: int) -> None:
-    """Rank 0 spells them in one way, the others in another; also from one micro-batch to the next.
-
-    They are used as numbers too: a float32 of numpy does not round the factor of its name.
-    """
+    """Spelled otherwise on one rank or in one micro-batch; a float32 of numpy does not round the factor of its name."""
     model, last = TwoHeads(), dist.get_world_size() - 1
     spellings: list[tuple[Any, ...]] = [(2, 2.0), (0.0, -0.0), (True, 1), (None, 1.0), (0.5, numpy.float64(0.5))]
     for ways in [*spellings, (0.25, numpy.float32(0.25)), (-3.0, numpy.int64(-3))]:

@@ -18,7 +18,6 @@ from fullrank.data import BalancedBatchSampler, MPerClassSampler, UnrepeatedDist
 
 
 def make_targets(number: int = 103, positives: int = 7) -> Tensor:
-    """Return targets with positives at odd places."""
     targets = torch.zeros(number, dtype=torch.int64)
     targets[torch.arange(positives) * 13 + 3] = 1
     return targets
@@ -38,7 +37,6 @@ SAMPLERS: dict[str, Any] = {
 
 
 def batches(rank: int, epoch: int, options: dict[str, Any]) -> list[list[int]]:
-    """Return the batches of this rank."""
     sampler = BalancedBatchSampler(make_targets(), **{"batch_size": 10, "positives": 2, **options})
     sampler.set_epoch(epoch)
     found = list(sampler)
@@ -164,7 +162,6 @@ def test_a_worker_of_a_loader_waits_for_no_rank(rank: int) -> None:
 
 
 def everyone(rows: list[int]) -> list[list[int]]:
-    """Return the batch of every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, rows)
     return found

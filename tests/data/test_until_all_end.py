@@ -20,8 +20,6 @@ from fullrank.data.until_all_end import until_all_end, without_rows
 
 
 class Pair(NamedTuple):
-    """A batch of a custom collate function."""
-
     features: Tensor
     labels: Any
 
@@ -112,10 +110,7 @@ class Epochs:
 @pytest.mark.parametrize("empty_rank", [None, 1], ids=["uneven", "one is empty"])
 @on_ranks()
 def test_own_batches_and_then_batches_without_rows(rank: int, empty_rank: int | None) -> None:
-    """In three epochs, as many on every rank, and with a rank that never has one.
-
-    That a step with a rank without rows is right is in tests/conformance/test_promise.py.
-    """
+    """That a step with a rank without rows is right is in tests/conformance/test_promise.py."""
     world_size = dist.get_world_size()
     loader = until_all_end(Epochs(rank, world_size, empty_rank), empty=NONE if empty_rank is not None else None)
     for epoch in range(3):

@@ -24,7 +24,6 @@ from fullrank.metrics import RecallAtQuantile
 
 
 def in_warm_up(name: str | None) -> fullrank.LossWarmupWrapper:
-    """Return a wrapper whose losses have names."""
     warmup = fullrank.SoftmaxFocalLoss(name=name and f"{name} warm-up")
     return fullrank.LossWarmupWrapper(warmup, fullrank.SmoothAPLoss(3, name=name), warmup_steps=1)
 
@@ -115,7 +114,6 @@ def test_a_process_alone_reads_the_checks_of_its_arguments() -> None:
 )
 @on_ranks()
 def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -> None:
-    """Rank 1 makes the second call, and the others the first."""
     logits, targets = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
     calls: dict[str, Any] = {
         "SmoothAPLoss": lambda: fullrank.SmoothAPLoss(num_classes=2)(logits, targets),
@@ -142,10 +140,7 @@ def test_ranks_in_different_calls_are_named(rank: int, names: tuple[str, str]) -
 )
 @on_ranks()
 def test_named_losses_in_another_order_raise(rank: int, kind: str, names: list[str | None]) -> None:
-    """Of one class, in two steps, on one rank. In the same order they do not.
-
-    Nor do they without names: the gap that docs/agreement.md lists.
-    """
+    """In the same order they do not, nor without names: the gap that docs/agreement.md lists."""
     for odd in (0, dist.get_world_size() - 1, -1):
         losses = [NAMED[kind](name) for name in names]
         for step in range(2):

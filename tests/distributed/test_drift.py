@@ -107,11 +107,7 @@ DRIFTING += [
 @pytest.mark.parametrize(("name", "kind"), DRIFTING)
 @on_ranks()
 def test_drift_of_one_rank_is_named_in_the_next_step(rank: int, name: str, kind: str) -> None:
-    """Each of the ranks in turn drifts after two steps.
-
-    The error leaves nothing behind: with the state from before, the loss continues as if the ranks had never drifted
-    apart.
-    """
+    """After two steps, of each rank in turn. With the state from before, it continues as if it had not."""
     for odd_rank in range(dist.get_world_size()):
         case = Case(name, num_classes=2, options={"max_pool_size": 30})
         loss, repaired = (gradient_cases.make_loss(case, local=False) for _ in range(2))

@@ -42,11 +42,7 @@ def after_no_step(name: str, rank: int, world_size: int, before: tuple[int, ...]
 
 
 def spoil(rank: int, name: str, kind: str, fault: Fault, odd_ranks: Sequence[int], head: str) -> None:
-    """Spoil the first step, and one after two right steps, on each of the ranks in turn.
-
-    The message is the same on all, and begins with ``head``. The state is as before, and the last step as if the
-    spoiled ones had never been.
-    """
+    """Spoil the first step and one after two right ones, on each rank in turn: the others are as without them."""
     call = CALLS[name]
     for odd_rank in odd_ranks:
         subject = call.make()
@@ -104,13 +100,11 @@ def take_step(call: Call, subject: Any, rank: int, index: int) -> list[bytes]:
 
 
 def _state(subject: Any) -> list[bytes]:
-    """Return the bits of everything in the state of a module."""
     leaves = tree_leaves(subject.state_dict()) if isinstance(subject, torch.nn.Module) else []
     return [leaf.numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves]
 
 
 def is_first(call: Call) -> bool:
-    """Return whether a call is no further form of a loss."""
     return call.form is None or call.form.is_first
 
 
@@ -123,10 +117,7 @@ BY_NAME += [pytest.param(3, name, marks=pytest.mark.full) for name in ON_EACH_RA
 
 
 def turns(name: str, kinds: Iterable[Any], among: int = 5) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Yield the kinds of faults of a call, and the ranks on which they happen: each for a few calls, else in turn.
-
-    The losses of a kind share their checks, so that all faults are tested of the first, and one in ``among`` of others.
-    """
+    """Yield faults of a call and their ranks: losses of a kind share their checks, so one in ``among`` of most."""
     place = [*CALLS].index(name)
     for index, kind in enumerate(kinds):
         if name in FIRSTS or (index + place) % among == 0:
@@ -368,10 +359,7 @@ def _die_in_collective(number: int, *names: str) -> None:
 
 
 def killed_in_forward(rank: int, name: str, number: int) -> None:
-    """Take a step of ``name``; in the next, one rank dies in front of the ``number``-th collective.
-
-    Rows have a collective of their own in the first step alone, so that a death in front of it is in that step.
-    """
+    """In front of the ``number``-th collective of the second step, or of the first where rows have one of their own."""
     call = CALLS[name]
     subject = call.make()
     if number == 1 or name in TWO_LOSSES or (name, number) in REDUCED:
@@ -382,7 +370,6 @@ def killed_in_forward(rank: int, name: str, number: int) -> None:
 
 
 def killed_in_reduce_scatter(rank: int) -> None:
-    """One rank dies in the backward of ``all_gather_with_grad(backward="reduce_scatter")``."""
     rows = torch.ones(3, 2, requires_grad=True)
     gathered = fullrank.all_gather_with_grad(rows, backward="reduce_scatter")
     if rank == DOOMED:
@@ -399,14 +386,12 @@ def killed_among_reasons(rank: int) -> None:
 
 
 def fewer_steps(rank: int) -> None:
-    """One rank has a step less than the others, and does nothing after it."""
     loss = fullrank.SmoothAPLoss(num_classes=1, temperature=0.3)
     for _ in range(1 if rank == DOOMED else 2):
         loss(torch.randn(4, 1), torch.tensor([0, 1, 0, 1]))
 
 
 def fewer_steps_then_gone(rank: int) -> None:
-    """One rank has a step less than the others, and ends."""
     fewer_steps(rank)
 
 
@@ -454,11 +439,7 @@ def test_every_loss_and_gather_is_in_the_registry() -> None:
 @pytest.mark.parametrize(("world_size", "name"), BY_NAME)
 @on_ranks(...)
 def test_a_value_that_is_not_finite_on_one_rank(rank: int, name: str) -> None:
-    """No error. In the first row of a rank, in the second of three steps.
-
-    A NaN makes the loss NaN on every rank. The third step is that of a run in which the row was ignored, or for calls
-    without targets had never been; the control is a finite value in its place.
-    """
+    """No error, NaN on every rank; the third step is as if the row was ignored. The control: a finite value."""
     call, values = CALLS[name], (math.nan, math.inf, -math.inf)
     has_logits = "logits" in _arguments(call, rank, 0)
     for turn, value in enumerate(values):

@@ -34,7 +34,6 @@ FEW = ["bool", "int64", "bfloat16", "float32"]  # of the fast tests
 
 
 def layouts() -> list[list[int]]:
-    """Return row counts of the ranks: uneven, equal, none."""
     world_size = dist.get_world_size()
     return [UNEVEN[world_size], [3] * world_size, [0] * world_size]
 
@@ -225,9 +224,7 @@ LEARNED = {"info_nce learned": {"learn_temperature": True}, "siglip learned": {"
 
 
 def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
-    """Return the value of a verb or a loss for the rows ``part`` of ``x``, and its gradients: of the rows, and of what
-    it has learned.
-    """
+    """Return the value of a verb or loss for a part of the rows, and its gradients of these and of what it learns."""
     rows, learned = x[part].clone().requires_grad_(), list[Tensor]()
     if name in VERBS:
         value = VERBS[name](rows, **options)
@@ -248,10 +245,7 @@ def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
 )
 @on_ranks(4)
 def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
-    """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1.
-
-    Its group is a mesh of two dimensions, of one, or a process group.
-    """
+    """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1."""
     ends = [0, 6, 15, 22, 30]  # of the rows of each rank
     columns = 2 if name in VERBS else FORMS[name.removesuffix(" learned")].columns
     x = torch.randn(ends[-1], columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -38,7 +38,6 @@ REFUSED = "expected the rows of this rank, got rows that were gathered already."
 
 
 def own_rows(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Return this rank's logits (N, 1), which require a gradient, and targets; N differs between ranks."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     logits = torch.randn(6 + rank, 1, dtype=torch.float64, generator=generator)
     return logits.requires_grad_(), torch.arange(6 + rank) % 3 % 2
@@ -138,10 +137,7 @@ def test_a_view_that_a_gather_has_returned_is_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_every_loss_that_would_be_wrong_refuses_them(rank: int) -> None:
-    """Rows alone, and labels alone. A mean over elements is right: each row counts once for each rank on both sides.
-
-    So it is with balanced weights, which are of means alone.
-    """
+    """A mean over elements is right, as each row counts once for each rank on both sides, and so is a balanced one."""
     x, y = own_rows(rank)
     y = fullrank.all_gather_no_grad(y)
     for name, form in FORMS.items():

@@ -29,13 +29,11 @@ def text_of(*reports: Any) -> str:
 
 
 def failed(*reasons: str | None) -> str:
-    """Return the text where ranks have these reasons, None for a rank without one."""
     given = (None if reason is None else ("ValueError", reason) for reason in reasons)
     return text_of(*[header.Report(reason, {"call": "a call"}) for reason in given])
 
 
 def differing(*values: str) -> str:
-    """Return the text where ranks have these values of a fact."""
     return text_of(*[header.Report(None, {"call": "a call", "fact": value}) for value in values])
 
 

@@ -31,7 +31,6 @@ def rows_of_all(counts: list[int], width: int) -> Tensor:
 
 
 def counted(call: Callable[[], Any]) -> int:
-    """Return the number of collectives of ``call``."""
     with CollectiveCounter() as counter:
         call()
     return counter.total
@@ -80,7 +79,6 @@ def test_rows_that_grow_shrink_and_differ(rank: int) -> None:
 
 
 def faulty(rank: int, kind: str, group: ProcessGroup) -> None:
-    """Make a call that must fail on every rank."""
     last = dist.get_world_size() - 1
     rows = {
         "one rank fails": torch.ones(7, 2) if rank != last else torch.ones(()),

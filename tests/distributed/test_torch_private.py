@@ -80,7 +80,6 @@ def in_backward(read: Callable[[Tensor], Any], gradient: Tensor | None = None, *
 
 
 def inside(transform: Callable[..., Any], read: Callable[[Tensor], Any]) -> Any:
-    """Return what ``read`` returns for the tensor inside a transform."""
     seen: list[Any] = []
     transform(lambda x: (seen.append(read(x)), x.sum())[1])(torch.ones(2, 1))
     return seen[0]
@@ -285,7 +284,6 @@ def ddp(*more: nn.Module, **options: Any) -> Any:
 
 
 def steps(name: str, **options: Any) -> list[Any]:
-    """Return an attribute of DDP before and after the first two steps."""
     model = ddp(**options)
     return [getattr(model, name), *((backward(model), getattr(model, name))[1] for _ in range(2))]
 

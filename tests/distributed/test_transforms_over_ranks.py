@@ -24,7 +24,6 @@ NAMES += {call.form.loss.kind: name for name, call in reversed(CALLS.items()) if
 
 
 def dual(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
-    """Call with a dual tensor."""
     with forward_ad.dual_level():
         return call(forward_ad.make_dual(x, torch.ones_like(x)))
 
@@ -40,14 +39,12 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 
 
 def call_of(name: str, subject: Any, rank: int, step: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Return a call as a function of its first argument, and that argument."""
     given = CALLS[name].arguments(torch.Generator().manual_seed(10 * step + rank), rank)
     first, rows = next(iter(given.items()))
     return lambda x: CALLS[name].objective(subject(**given | {first: x})), rows.detach()
 
 
 def plain(call: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
-    """Return the gradient by autograd."""
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(call(leaf), leaf)[0].flatten().tolist()
 
@@ -86,10 +83,7 @@ def test_control_without_the_check_torch_raises(rank: int) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_losses_over_ranks_are_eager_ones(rank: int) -> None:
-    """Also the third module of a class, for which the compiler no longer takes attributes for constants.
-
-    The control: the loss of this rank's rows.
-    """
+    """Also the third module of a class, whose attributes the compiler no longer takes for constants."""
     generator = torch.Generator().manual_seed(rank)
     for make in (
         fullrank.CrossEntropyLoss,

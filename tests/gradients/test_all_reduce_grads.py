@@ -37,7 +37,6 @@ def part(rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype = tor
 def make_parameters(
     rank: int, dtype: torch.dtype, has: Callable[[int], bool] = lambda index: True
 ) -> list[nn.Parameter]:
-    """Return parameters with the gradients of ``rank``, some of them without."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for index, parameter in enumerate(parameters):
         parameter.grad = part(rank, index, SHAPES[index], dtype) if has(index) else None
@@ -45,7 +44,6 @@ def make_parameters(
 
 
 def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative difference."""
     pairs = [(one.double(), other.double()) for one, other in zip(found, expected) if one.numel()]
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
@@ -96,7 +94,6 @@ def test_buckets_are_filled() -> None:
 
 @on_ranks()
 def test_dtypes_travel_apart(rank: int) -> None:
-    """Three in turn, passed as pairs with names."""
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
     parameters = [nn.Parameter(torch.zeros(4, dtype=kind)) for kind in kinds]
     for index, parameter in enumerate(parameters):

@@ -33,10 +33,7 @@ WAYS = {
 )
 @on_ranks(2)
 def test_a_warning_comes_where_the_norms_differ_and_nowhere_else(rank: int, way: str, has_views: bool) -> None:
-    """In three steps of one kind and in one that reduces.
-
-    Gradients of several backwards in no_sync look like reduced ones at first: they warn from the second call on.
-    """
+    """Gradients of several backwards in no_sync look like reduced ones at first: they warn from the second call on."""
     model, counts, differ = wrap(Model(), "ddp", gradient_as_bucket_view=has_views), [], []
     for num_local, reduces, evaluates in [WAYS[way]] * 3 + [WAYS["reduced, then evaluated"]]:
         model.zero_grad()

@@ -34,7 +34,6 @@ MOST = 0.5  # max_norm: below the norm of every case
 
 @functools.cache
 def mesh_of(*names: str) -> DeviceMesh:
-    """Return the mesh of all four ranks, two by two or in one row."""
     shape = (2, 2) if len(names) == 2 else (4,)
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -48,7 +47,6 @@ class Case(NamedTuple):
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    """Return the same numbers on every rank; float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -118,7 +116,6 @@ class Block(nn.Module):
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Spread a Block over ``mesh``, with or without sequence parallelism."""
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -215,12 +212,10 @@ CASES: dict[str, Callable[[int], Case]] = {
 
 
 def flat(case: Case) -> Tensor:
-    """Return the gradient that one process would have, as one vector."""
     return torch.cat([value.flatten() for value in case.full.values()])
 
 
 def bytes_of(case: Case) -> list[bytes]:
-    """Return the gradients of this rank, bit for bit."""
     grads = (p.grad for _, p in case.parameters if p.grad is not None)
     locals_ = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
     return [local.detach().contiguous().numpy().tobytes() for local in locals_]
@@ -332,7 +327,6 @@ LARGE = {"float16": (1.2e4, math.inf), "bfloat16": (1e25, 3.0), "float32": (1e30
 )
 @on_ranks(4)
 def test_the_range_of_the_dtype_is_no_limit(rank: int, dtype: str, magnitude: float, norm_type: float) -> None:
-    """Of sharded and whole gradients."""
     mesh = mesh_of("dp", "tp")
     full = {name: (draw(ord(name), 9, 5) * magnitude).to(getattr(torch, dtype)) for name in "abc"}
     parameters = [
@@ -486,7 +480,6 @@ def test_shards_on_several_devices_of_a_process(rank: int) -> None:
 
 @on_ranks(4)
 def test_a_number_that_stages_of_two_dtypes_can_hold(rank: int) -> None:
-    """The first is float32, and the second float64."""
     mesh = mesh_of("pp", "tp")
     full = [draw(seed, 30).to(dtype) for seed, dtype in enumerate((torch.float32, torch.float64))]
     norm = fullrank.clip_grad_norm_(with_gradient(full[mesh["pp"].get_local_rank()]), MOST, across=mesh["pp"])

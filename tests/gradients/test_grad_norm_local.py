@@ -33,7 +33,6 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
 
 
 def of(*grads: Tensor, norm_type: Any = 2.0) -> Tensor:
-    """Return the norm of parameters with these gradients."""
     return fullrank.total_grad_norm([with_gradient(grad) for grad in grads], norm_type)
 
 

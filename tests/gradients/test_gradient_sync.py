@@ -38,7 +38,6 @@ def test_maybe_no_sync_restores_the_switches(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["plain", "ddp", "fsdp2"]), (4, ["hsdp", "replicate"])])
 @on_ranks(...)
 def test_sum_gradients(rank: int, kinds: list[str]) -> None:
-    """What it returns, and a sum over the ranks before and after it."""
     batch, everyone = make_batch(rank, 0), [make_batch(other, 0) for other in range(dist.get_world_size())]
     expected = one_process(Model(), everyone, total=1.0)
     for kind in kinds:

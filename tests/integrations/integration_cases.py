@@ -56,7 +56,6 @@ def change(model: nn.Module, before: Tensor, expected: Tensor) -> float:
 
 
 def worst(found: Sequence[Any], expected: Sequence[float]) -> float:
-    """Return the largest relative error of numbers."""
     assert len(found) == len(expected) > 0
     return max(abs(float(a) / b - 1) for a, b in zip(found, expected))
 
@@ -70,7 +69,6 @@ def alone(loss_fn: nn.Module) -> Any:
 
 
 def average_precision(model: nn.Module, features: Tensor, targets: Tensor) -> float:
-    """Return that of scikit-learn."""
     with torch.no_grad():
         return float(average_precision_score(targets.numpy(), model(features).numpy()))
 
@@ -99,7 +97,6 @@ SGD = partial(torch.optim.SGD, lr=0.5)
 
 
 def make_encoder(num_outputs: int = 1, num_inputs: int = 5) -> nn.Module:
-    """Return a small network, the same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(num_inputs, 8), nn.Tanh(), nn.Linear(8, num_outputs))
@@ -196,18 +193,15 @@ def make_tokens(number: int) -> list[dict[str, Tensor]]:
 
 
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over the tokens: the definition."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def of_tokens(model: Any, rows: list[dict[str, Tensor]]) -> Loss:
-    """Return the mean over the tokens of rows."""
     tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
     return of_rows(token_mean, model, tokens, labels)
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what every rank has."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

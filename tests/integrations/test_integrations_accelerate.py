@@ -27,10 +27,7 @@ POOLED = POOLED.replace(*QUEUE)
 
 
 def windowed(rank: int, kind: str, recipe: str, options: dict[str, Any]) -> list[float]:
-    """Return the errors of parameters, last gradient norm and last loss after windows of two micro-batches and of one.
-
-    ``kind`` is "sums" for tokens, whose recipe keeps no loss, or "pooled" for Smooth-AP with a queue.
-    """
+    """Return the errors of parameters, last norm and, of "pooled", last loss after windows of two and of one."""
     from accelerate import Accelerator
 
     if kind == "sums":
@@ -96,10 +93,7 @@ def fitted(rank: int, definitions: str, script: str, folder: str, is_control: bo
 
 
 def best_after_restart(rank: int, definitions: str, script: str, folder: str) -> list[bool]:
-    """Return whether the last epoch is the best checkpoint, after a job and after two restarts of it.
-
-    The metrics are given. The first restart continues from an epoch that is worse than the best one.
-    """
+    """Return whether the last epoch is the best: of a job, a restart from a worse one, and another restart."""
     rows = [{"features": features, "targets": target} for features, target in zip(*cases.make_rows(16))]
     found = []
     for first, metrics in ((0, [0.1, 0.9, 0.5]), (2, [0.5, 0.6]), (3, [0.6, 0.95])):

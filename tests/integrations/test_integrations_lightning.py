@@ -31,7 +31,6 @@ def row_loader(number: int = 64, size: int = 8) -> DataLoader[Any]:
 
 
 def make_trainer(**options: Any) -> Any:
-    """Return a Trainer of two gloo processes."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -157,7 +156,6 @@ def windowed(rank: int, kind: str, definition: str, options: dict[str, Any]) -> 
 
 
 def hints_of(rank: int, definition: str, options: dict[str, Any]) -> list[str]:
-    """Return the warnings about micro-batches of two epochs with both callbacks."""
     from fullrank.integrations.lightning import LossMonitor, LossSchedule
 
     names = run_block(definition, {})
@@ -168,7 +166,6 @@ def hints_of(rank: int, definition: str, options: dict[str, Any]) -> list[str]:
 
 
 def refused(rank: int, kind: str, definition: str) -> str:
-    """Return the error that a training raises."""
     return error_of(lambda: windowed(rank, kind, definition, {}))[1]
 
 
@@ -179,7 +176,6 @@ def windows_of(batches: list[list[int]]) -> list[list[int]]:
 
 
 def share(rows: list[int], rank: int) -> list[int]:
-    """Return the rows of one rank of a global batch."""
     half = len(rows) // 2
     return rows[rank * half : (rank + 1) * half]
 

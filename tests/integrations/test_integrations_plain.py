@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def metric_rows() -> tuple[Tensor, Tensor]:
-    """Return logits (90, 3), two of them large, and targets."""
     generator = torch.Generator().manual_seed(3)
     targets = torch.randint(0, 3, (90,), generator=generator)
     logits = 4 * torch.randn(90, 3, generator=generator)

@@ -82,15 +82,11 @@ def make_arguments(folder: str, **options: Any) -> Any:
 
 
 def log_of(trainer: Any, name: str) -> list[float]:
-    """Return what the Trainer has logged in each step."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the errors of parameters, losses and gradient norms after windows of 2, 2 and 1 micro-batches.
-
-    ``kind`` is that of a causal model, or "bert" for a pooled loss.
-    """
+    """Return the errors of parameters, losses and gradient norms after windows of 2, 2 and 1 micro-batches."""
     model, reference = make_model(kind), make_model(kind)
     rows = pooled_rows() if kind == "bert" else [rename(row) for row in cases.make_tokens(40)]
     before, scores = cases.flat(model), lambda tokens: reference(input_ids=tokens).logits
@@ -108,12 +104,10 @@ def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, A
 
 
 def rename(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a row of tokens under the names of transformers."""
     return {"input_ids": row["tokens"], "labels": row["labels"]}
 
 
 def columns_of(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the tokens and the labels of rows."""
     return torch.stack([row["input_ids"] for row in rows]), torch.stack([row["labels"] for row in rows])
 
 
@@ -146,7 +140,6 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
 
 
 def one_process() -> Any:
-    """Return the pooled loss of one process."""
     return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
 
@@ -340,7 +333,6 @@ def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path
 
 
 def make_state(step: int) -> Any:
-    """Return what the callback reads of the state of the Trainer."""
     return SimpleNamespace(global_step=step, trial_params=None, trial_name=None, stateful_callbacks={})
 
 

@@ -20,7 +20,6 @@ CALLS = [([1, 0, 1], [0]), ([0, 0], [0, 0, 0]), ([], [0, 1, 0])]
 
 
 def rows(rank: int, call: int) -> tuple[Tensor, Tensor]:
-    """Return those of a rank; its number of rows differs from the other's."""
     targets = torch.tensor(CALLS[call][min(rank, 1)], dtype=torch.int64)
     generator = torch.Generator().manual_seed(10 * call + rank)
     return torch.randn(len(targets), 1, generator=generator).requires_grad_(), targets

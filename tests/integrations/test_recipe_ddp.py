@@ -24,19 +24,16 @@ SIZE = 16
 
 
 def make_network() -> nn.Module:
-    """Return a small network in float64, the same on every rank."""
     return make_encoder(num_inputs=8).double()
 
 
 def make_rows(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return features and targets (N, 1), one in six positive."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(number, 8, generator=generator, dtype=torch.float64)
     return features, (features[:, :1] + 0.5 * torch.randn(number, 1, generator=generator) > 1).long()
 
 
 def queued(names: dict[str, Any]) -> nn.Module:
-    """Return the loss of the page, with a queue."""
     ap = names["SmoothAPLoss"](num_classes=1, queue_size=64)
     return names["CombinedLoss"]({"ce": names["BCEWithLogitsLoss"](), "ap": ap})
 

@@ -29,12 +29,10 @@ LIMIT = 1e-12  # float64, the promise
 
 
 def make_model() -> nn.Module:
-    """Return the encoder in float64 with names for its layers."""
     return nn.Sequential(OrderedDict(zip(("up", "tanh", "down"), make_encoder().double().children())))
 
 
 def loss_alone() -> nn.Module:
-    """Return the loss of one process."""
     return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
 
@@ -91,7 +89,6 @@ def test_it_validates_saves_and_resumes_as_one_process(rank: int, tmp_path: Path
 
 
 def steps_of(epoch: int) -> list[list[int]]:
-    """Return the rows of the steps of an epoch, of all ranks."""
     order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
     return [order[:24], order[24:]]
 

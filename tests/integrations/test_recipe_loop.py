@@ -24,7 +24,6 @@ STEPS = 20
 
 
 def own(rank: int, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return this rank's part; the parts differ in size."""
     part = slice(0, 40) if rank == 0 else slice(40, 64)
     return rows[0][part], rows[1][part]
 
@@ -58,10 +57,7 @@ CLIPPED = SCALER.replace("    scaler.unscale_(optimizer)\n", "")
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
 @on_ranks(2)
 def test_mixed_precision(rank: int, is_control: bool) -> None:
-    """In float32 and in float16, each against one process; the AP rises, and a bad step of one rank skips on both.
-
-    The control clips a gradient with its scale, of which one process makes the same: its steps are too small.
-    """
+    """In float32 and in float16. The control clips a gradient with its scale, so that its steps are too small."""
     in_half = run_block(CLIPPED if is_control else SCALER, {})
     in_full = run_block(
         SCALER.replace('torch.autocast("cpu", torch.float16)', 'torch.autocast("cpu", enabled=False)'), {}

@@ -28,14 +28,12 @@ LOCAL = (
 
 
 def loop(script: str) -> str:
-    """Return the lines of the loop over the steps."""
     found = re.search(r"^( *)for step in range\(60\):\n(?:\1 .*\n)+", script, re.MULTILINE)
     assert found is not None
     return dedent(found[0])
 
 
 def loss_of(script: str, folder: Path, processes: int) -> float:
-    """Return the last loss of a script, with all digits."""
     path = folder / "short.py"
     path.write_text(script.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
     done = run_script(path, cwd=folder, processes=processes)

@@ -126,7 +126,6 @@ def rows(index: int) -> dict[str, Tensor]:
 
 
 def steps(model: Any, *indices: int) -> list[float]:
-    """Return the losses of some steps."""
     return [model(**rows(index))["loss"].item() for index in indices]
 
 

@@ -20,7 +20,6 @@ def _run(command: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[dict[str, str]]:
-    """Make two hosts; give their names and addresses."""
     hosts = {f"host{index}-{os.getpid()}": f"10.213.0.{1 + index}" for index in range(2)}
     made: list[str] = []
     try:
@@ -40,7 +39,6 @@ def two_hosts() -> Iterator[dict[str, str]]:
 
 
 def start(name: str, rank: int, master: str) -> subprocess.Popen[str]:
-    """Start the preflight on a host, with the variables that torchrun sets."""
     command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
     environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

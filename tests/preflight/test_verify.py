@@ -321,8 +321,6 @@ def test_batches_are_joined() -> None:
 
 @dataclasses.dataclass
 class Views:
-    """A batch of two views."""
-
     first: torch.Tensor
     second: list[torch.Tensor]
 
@@ -366,8 +364,6 @@ def test_sparse_and_complex_gradients(rank: int) -> None:
 
 
 class Layers(nn.Module):
-    """Layers that have a dropout inside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True).to(DTYPE)

@@ -55,12 +55,10 @@ def batches_of(rank: int) -> list[Batch]:
 
 
 def everyone(part: slice = slice(None)) -> list[Batch]:
-    """Return those of two ranks, or a part of those of each."""
     return [batch for rank in range(2) for batch in batches_of(rank)[part]]
 
 
 def whole(batches: list[Batch]) -> Tensor:
-    """Return the gradient of one process with all of ``batches``."""
     return one_process(Model(), batches).gradient
 
 

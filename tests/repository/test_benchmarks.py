@@ -35,7 +35,6 @@ def _run(script: str, out: Path, *arguments: object) -> Results:
 
 
 def module(name: str) -> Any:
-    """Import a script of the folder."""
     return imported(FOLDER / f"{name}.py")
 
 

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 
 
 def make_rows(number: int) -> tuple[Tensor, Tensor]:
-    """Return features (N, 5) and targets (N,), about a third positive."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(number, 5, generator=generator, dtype=torch.float64)
     return features, (features[:, 0] > 0.4).long()
@@ -43,7 +42,6 @@ def own_rows(rank: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def smooth_ap(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of the page in one process."""
     return fullrank.losses.smooth_ap(scores, targets, temperature=0.1)
 
 
@@ -53,7 +51,6 @@ def two_heads(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_margin(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the user-written loss of the page, pair by pair."""
     pairs = [(1 - p + n).clamp_min(0) ** 2 for p in scores[targets == 1] for n in scores[targets == 0]]
     return torch.stack(pairs).mean()
 
@@ -79,14 +76,12 @@ def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[f
 
 
 def draw_gradients(model: nn.Module, seed: int) -> None:
-    """Give every parameter a gradient, far above a norm of 1."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = 3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 def norm_of(*models: nn.Module) -> Tensor:
-    """Return the norm of all gradients of ``models``."""
     return torch.cat([gradient(model) for model in models]).norm()
 
 

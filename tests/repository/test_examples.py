@@ -45,7 +45,6 @@ def _run(script: str, *arguments: object, cwd: Path, processes: int) -> Done:
 
 
 def module(name: str) -> Any:
-    """Import a script of the folder."""
     return imported(EXAMPLES / f"{name}.py")
 
 

@@ -293,7 +293,6 @@ COMPILE = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))"
     ("code", "imports"), [("\n".join(USE.values()), False), pytest.param(COMPILE, True, marks=pytest.mark.full)]
 )
 def test_using_the_package_does_not_import_the_compiler(code, imports):
-    """In a new process."""
     program = f"import sys, torch, fullrank\n{code}\nprint('torch._dynamo' in sys.modules)"
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

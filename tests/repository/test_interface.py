@@ -21,7 +21,6 @@ FRAMEWORKS = [f".integrations.{name}" for name in ("lightning", "sentence_transf
 
 
 def without_types(function: Any) -> inspect.Signature:
-    """Return the arguments with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return inspect.Signature([one.replace(annotation=one.empty) for one in parameters])
 
@@ -46,7 +45,6 @@ def signatures(module: str) -> Iterator[str]:
 
 
 def lines(modules: list[str]) -> list[str]:
-    """Return the signatures of the modules, sorted."""
     return sorted({line for module in modules for line in signatures(module)})
 
 

@@ -78,7 +78,6 @@ def make_data() -> list[list[Batch]]:
 
 
 def joined(data: list[list[Batch]]) -> Batch:
-    """Return all sequences as one batch."""
     batches = [batch for own in data for batch in own]
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
