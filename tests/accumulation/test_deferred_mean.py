@@ -18,7 +18,6 @@ from subjects import Adapted, Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from verbs import run_window
 from workers import error_of
 
 from fullrank import DeferredMean, accumulate, all_reduce_grads_, maybe_no_sync, sum_gradients_
@@ -315,17 +314,6 @@ def test_parameters_that_change_after_an_error_are_seen(rank: int, is_control: b
     found = torch.cat([p.grad.full_tensor().flatten() for p in held])
     wrong = error(found, one_process(reference, all_batches("full")).gradient)
     assert wrong > 0.05 if is_control else wrong <= 1e-12
-
-
-@on_ranks(2)
-def test_an_unequal_window_after_an_error(rank: int) -> None:
-    """DDP has prepared a reduction for the refused call, and would make it in the first backward of the window."""
-    reference, model = Model(), wrap(Model(), "ddp")
-    loss = sum_loss(model, make_batch(rank, 0))
-    with contextlib.suppress(ValueError):
-        DeferredMean(model, by_hand(model)).backward(loss, -1)
-    run_window(model, make_window("unequal", rank))
-    assert error(gradient(model), one_process(reference, all_batches("unequal")).gradient) <= 1e-12
 
 
 @on_ranks(2)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from batches import IGNORED, Batch, all_batches, make_window, num_valid, one_process, sum_loss
 from on_ranks import common_error, on_ranks
-from subjects import Headless, Model, Router, by_hand, error, gradient, mesh_of, reduced, wrap
+from subjects import Model, by_hand, error, gradient, mesh_of, reduced, wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from verbs import InChunks, factor_in, run_window
 from workers import error_of
 
 from fullrank import DeferredMean, accumulate, clip_grad_norm_, count_valid_tokens, discard_gradients_
@@ -152,41 +151,6 @@ def _with_penalty(model: nn.Module, batch: Batch) -> Tensor:
     loss = sum_loss(model, batch)
     grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.is_leaf], create_graph=True)
     return loss + 0 * torch.stack([grad.square().sum() for grad in grads]).sum()
-
-
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@on_ranks()
-def test_a_layer_with_a_loss_takes_the_factor(rank: int, kind: str) -> None:
-    """Other losses that take it are in tests/conformance. The control is a window without it."""
-    model, batches = wrap(Model(middle=[Router()]), kind), make_window("uneven", rank)
-    layer, reference = getattr(model, "module", model).middle[0], Model()
-    everything = all_batches("uneven")
-    losses = [sum_loss(reference, batch) for batch in everything]
-    losses += [0.1 * reference.up(reference.embed(batch["tokens"])).square().sum() for batch in everything]
-    mean = torch.stack(losses).sum() / sum(map(num_valid, everything))
-    mean.backward()
-    for is_control in (False, False, False, True):
-        for step, batch in accumulate(model, batches, count_valid_tokens, group=by_hand(model)):
-            layer.factor = 1.0 if is_control else step.factor
-            loss = sum_loss(model, batch)
-            step.record(layer.loss_sum)
-            step.backward(loss)
-        wrong = error(reduced(model), gradient(reference))
-        assert wrong > 0.1 if is_control else wrong <= 1e-12
-        assert error(step.mean_loss(), mean.detach()) <= 1e-12
-        assert step.mean_loss().dtype == torch.float64
-        model.zero_grad()
-
-
-@on_ranks()
-def test_number_of_headers(rank: int) -> None:
-    """One more than without a factor."""
-    from collective_counter import CollectiveCounter
-
-    model, batches = Headless(), make_window("full", rank)
-    with CollectiveCounter() as counter:
-        run_window(model, batches, loss=InChunks, use=factor_in("last"))
-    assert counter.total == 3, counter
 
 
 @on_ranks()

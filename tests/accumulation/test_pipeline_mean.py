@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workers import error_of
 
-from fullrank import PipelineMean, causal_lm_loss, clip_grad_norm_, count_valid_tokens
+from fullrank import PipelineMean, causal_lm_loss, count_valid_tokens
 
 NUM_BATCHES = 4
 
@@ -254,15 +254,3 @@ def test_what_the_constructor_refuses(rank: int) -> None:
         Pipeline("ScheduleGPipe", "ddp").mean()
     with pytest.raises(RuntimeError, match=r"^mean_loss: expected a step that has ended"):
         pipeline.mean().mean_loss()
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_the_norm_of_all_stages(rank: int) -> None:
-    pipeline = Pipeline("Schedule1F1B", "fsdp2")
-    reference = Model()
-    expected = one_process(reference, [batch for copy in range(2) for batch in batches_of(copy)])
-    pipeline.step(pipeline.mean(), batches_of(pipeline.copy))
-    parameters = [p for part in pipeline.parts for p in part.parameters()]
-    found = clip_grad_norm_(parameters, 1.0, across=pipeline.mesh["stages"].get_group())
-    assert error(found, expected.gradient.norm()) <= 1e-12

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, num_mtp, num_valid, sum_loss
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
-from subjects import LIMITS, Model, assert_exact, error, gradient, wrap
+from subjects import LIMITS, assert_exact, error, gradient, wrap
 from verbs import COUNTS, UNDER_HSDP, VERBS, WRAPPERS_OF, factor_in, model_of, one_process_of
 
 import fullrank
@@ -105,6 +105,7 @@ COLLECTIVES = {
     (2, "accumulate each", "ddp"): (2, 3, 3),
     (2, "accumulate each", "fsdp2"): (0, 6, 0),
     (4, "accumulate shard", "hsdp"): (0, 8, 0),
+    (2, "factor last", "ddp"): (3, 1, 1),
     (2, "DeferredMean", "ddp"): (4, 3, 3),
     (2, "DeferredMean", "fsdp2"): (0, 6, 0),
     (2, "DeferredMean window", "ddp"): (3, 1, 1),
@@ -121,7 +122,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize(("world_size", "verb", "kind"), COLLECTIVES)
 @on_ranks(...)
 def test_number_of_collectives(rank: int, verb: str, kind: str) -> None:
-    model = wrap(Model(buffers=True), kind)
+    model = wrap(model_of(verb, buffers=True), kind)
     for _ in range(3):  # a wrapper sets itself up in the first two: DDP arranges its buckets
         model.zero_grad()
         with CollectiveCounter() as counter:

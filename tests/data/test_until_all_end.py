@@ -199,8 +199,3 @@ def test_a_loader_of_torch(rank: int) -> None:
     rows = TensorDataset(torch.arange(3.0 + 4 * rank)[:, None].expand(-1, 2), torch.arange(3 + 4 * rank))
     shapes = [tuple(batch[0].shape) for batch in until_all_end(DataLoader(rows, batch_size=2))]
     assert shapes == [[(2, 2), (1, 2), (0, 2), (0, 2)], [(2, 2), (2, 2), (2, 2), (1, 2)]][rank]
-
-
-def test_what_the_package_does_not_have() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'date'"):
-        _ = fullrank.date
