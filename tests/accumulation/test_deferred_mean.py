@@ -294,28 +294,6 @@ def test_a_mistake_of_every_rank(rank: int, case: str, kind: str, text: str) -> 
     assert error(gradient(model), one_process(Model(), all_batches("full")).gradient) <= 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_control", [False, True])
-@on_ranks(2)
-def test_parameters_that_change_after_an_error_are_seen(rank: int, is_control: bool) -> None:
-    """FSDP2 has gathered those of before for the step that was refused; the control does not reshard them."""
-    reference, model = Model(), wrap(Model(), "fsdp2")
-    deferred, batches, held = DeferredMean(model, by_hand(model)), make_window("full", rank), list(model.parameters())
-    loss = sum_loss(model, batches[0])
-    if is_control:
-        for module in (model, model.up):
-            module.reshard = lambda: None
-    with contextlib.suppress(ValueError):
-        deferred.backward(loss, -1)
-    with torch.no_grad():
-        for p in [*held, *reference.parameters()]:
-            p.mul_(1.5)
-    run_step(deferred, model, batches)
-    found = torch.cat([p.grad.full_tensor().flatten() for p in held])
-    wrong = error(found, one_process(reference, all_batches("full")).gradient)
-    assert wrong > 0.05 if is_control else wrong <= 1e-12
-
-
 @on_ranks(2)
 def test_one_object_for_each_model(rank: int) -> None:
     """A second construction raises with open gradients, but not after finish or when the first is gone."""

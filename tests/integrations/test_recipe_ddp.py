@@ -1,10 +1,17 @@
-"""docs/recipes/ddp.md: the script trains as one process does, resumes, and prints what the page says."""
+"""docs/recipes/ddp.md and ray.md: the scripts train as one process does, resume, and print what the page says."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -12,7 +19,8 @@ import torch
 from integration_cases import alone, average_precision, change, dealt, flat, make_encoder, of_rows, within_group
 from integration_cases import train as train_alone
 from on_ranks import on_ranks
-from pages import assert_printed, blocks, output_of, printing_blocks, run_block
+from pages import PAGES, assert_printed, block_with, blocks, output_of, printing_blocks, run_block
+from scripts import run_script
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -99,3 +107,68 @@ def test_the_two_lines_for_balanced_batches(rank: int, tmp_path: Path) -> None:
     history = names["fit"](make_network(), loss_fn, train, val, tmp_path, epochs=2, batch_size=SIZE)
     assert counts == {5}
     assert history[0] < history[1]
+
+
+# The loop of the short script, in a TorchTrainer of ray and on two nodes
+
+(SCRIPT,) = blocks("recipes/ray.md")
+SHORT = block_with("recipes/ddp.md", "# short.py")
+# A small store and two processors; nothing leaves the machine.
+LOCAL = (
+    "ray.init(address='local', num_cpus=2, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, "
+    "_node_ip_address='127.0.0.1', log_to_driver=False)\n"
+)
+
+
+def loop(script: str) -> str:
+    found = re.search(r"^( *)for step in range\(60\):\n(?:\1 .*\n)+", script, re.MULTILINE)
+    assert found is not None
+    return dedent(found[0])
+
+
+def loss_of(script: str, folder: Path, processes: int) -> float:
+    path = folder / "short.py"
+    path.write_text(script.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
+    done = run_script(path, cwd=folder, processes=processes)
+    assert done.returncode == 0, done.stderr
+    return float(re.match(r"loss ([\d.]+),", done.stdout)[1])  # type: ignore[index]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: the extra `ray`")
+def test_the_loop_of_the_script_in_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control compares the rows of each process alone."""
+    assert loop(SCRIPT) == loop(SHORT)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("trainer = ", LOCAL + "trainer = "), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = float(done.stdout.splitlines()[-1])
+    assert found == pytest.approx(loss_of(SHORT, tmp_path, 2), rel=2e-6)  # float32
+    alone = SHORT.replace("SmoothAPLoss(", "SmoothAPLoss(gather_distributed=False, ")
+    assert found != pytest.approx(loss_of(alone, tmp_path, 2), rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_loop_of_the_script_on_two_nodes(tmp_path: Path) -> None:
+    """Two agents of torchrun on this machine, with one process each."""
+    (line,) = re.findall(r"^torchrun .*", PAGES["recipes/ray.md"], re.MULTILINE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = line.replace("node0:29500", f"127.0.0.1:{port}").replace("--nproc-per-node 8", "--nproc-per-node 1")
+    assert here != line
+    (tmp_path / "train.py").write_text(SHORT.replace("{loss.item():.4f}", "{loss.item()!r}"), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *shlex.split(here)[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command, **options) for _ in range(2)]  # type: ignore[call-overload]
+    outputs = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    (printed,) = [out for out, _ in outputs if out]  # the first of all processes prints
+    found = float(re.match(r"loss ([\d.]+),", printed)[1])  # type: ignore[index]
+    assert found == pytest.approx(loss_of(SHORT, tmp_path, 2), rel=2e-6)
+    assert found != pytest.approx(loss_of(SHORT, tmp_path, 1), rel=1e-3)  # the control: one process
