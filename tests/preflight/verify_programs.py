@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fullrank as fr
 
@@ -94,8 +93,12 @@ def bce(model: nn.Module, batch: Any, **options: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(rows), targets.to(DTYPE), **options)
 
 
-def inside(model: nn.Module) -> Any:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def ap(model: Callable[[Tensor], Tensor], batch: Any, **options: Any) -> Tensor:
+    return fr.SmoothAPLoss(queue_size=0, **options)(model(batch[0]), batch[1])
+
+
+def torchs_rows(model: nn.Module, batch: Any) -> Tensor:
+    return torch.cat(list(collectives.all_gather(model(batch[0]), group=dist.group.WORLD)))
 
 
 # Losses of one batch.
@@ -103,10 +106,6 @@ def inside(model: nn.Module) -> Any:
 
 def own_rows(model: nn.Module, batch: Any) -> Tensor:
     return backward(naive_ap(model(batch[0]), batch[1]))
-
-
-def usual_gather(model: nn.Module, batch: Any) -> Tensor:
-    return backward(naive_ap(all_rows(model(batch[0])), all_rows(batch[1])))
 
 
 def usual_gather_times_ranks(model: nn.Module, batch: Any) -> Tensor:
@@ -124,32 +123,6 @@ def gather_without_own(model: nn.Module, batch: Any) -> Tensor:
     scores = model(batch[0])
     pooled = all_rows(scores, put_back=False) if dist.get_world_size() > 1 else scores
     return backward(naive_ap(pooled, all_rows(batch[1])) + 0 * scores.sum())
-
-
-def first_rank_alone(model: nn.Module, batch: Any) -> Tensor:
-    (scores,) = fr.gather_rows(model(batch[0]))
-    return backward(naive_ap(scores, all_rows(batch[1])) * (dist.get_rank() == 0))
-
-
-def torch_gather(model: nn.Module, batch: Any) -> Tensor:
-    scores = torch.cat(list(collectives.all_gather(model(batch[0]), group=dist.group.WORLD)))
-    return backward(naive_ap(scores, all_rows(batch[1])))
-
-
-def times_ranks(model: nn.Module, batch: Any) -> Tensor:
-    return backward(dist.get_world_size() * fr.SmoothAPLoss(queue_size=0)(model(batch[0]), batch[1]))
-
-
-def divided_by_ranks(model: nn.Module, batch: Any) -> Tensor:
-    return backward(fr.SmoothAPLoss(queue_size=0)(model(batch[0]), batch[1]) / dist.get_world_size())
-
-
-def summed_reduction(model: nn.Module, batch: Any) -> Tensor:
-    return backward(fr.SmoothAPLoss(queue_size=0, gradient_reduction="sum")(model(batch[0]), batch[1]))
-
-
-def mean_of_ranks(model: nn.Module, batch: Any) -> Tensor:
-    return backward(bce(model, batch))
 
 
 def against_gathered(model: nn.Module, batch: Any) -> Tensor:
@@ -183,10 +156,6 @@ def numbered_labels(model: nn.Module, batch: Any) -> Tensor:
     return backward(fr.SupConLoss(temperature=0.5)(torch.cat([rows, other]), labels))
 
 
-def past_the_wrapper(model: nn.Module, batch: Any) -> Tensor:
-    return backward(bce(inside(model), batch))
-
-
 def left_in_no_sync(model: nn.Module, batch: Any) -> Tensor:
     with model.no_sync():
         return backward(bce(model, batch))
@@ -204,10 +173,6 @@ class Scale(nn.Module):
 
 
 SCALE = Scale()
-
-
-def scale_outside(model: nn.Module, batch: Any) -> Tensor:
-    return backward(fr.SmoothAPLoss(queue_size=0)(SCALE(model(batch[0])), batch[1]))
 
 
 # Windows of micro-batches.
@@ -230,8 +195,8 @@ def divided_twice(model: nn.Module, batches: Any) -> None:
 
 
 def ap_of_micro_batches(model: nn.Module, batches: Any) -> None:
-    for rows, targets in batches:
-        (fr.SmoothAPLoss(queue_size=0)(model(rows), targets) / len(batches)).backward()
+    for batch in batches:
+        (ap(model, batch) / len(batches)).backward()
 
 
 def updated_in_the_step(model: nn.Module, batches: Any) -> None:
@@ -245,10 +210,6 @@ def mean_as_sum(model: nn.Module, batches: Any) -> Tensor:
         losses = F.binary_cross_entropy_with_logits(model(rows), targets.to(DTYPE), reduction="none")
         step.backward((losses * mask / mask.sum()).sum())  # divided after the sum, accumulate would refuse it
     return step.mean_loss()
-
-
-def sum_for_mean(model: nn.Module, batch: Any) -> Tensor:
-    return backward(bce(model, batch, reduction="sum"))
 
 
 def counted_all(model: nn.Module, batches: Any) -> Tensor:
@@ -284,10 +245,6 @@ class Memory(nn.Module):
 
 
 MEMORY = Memory()
-
-
-def queue_in_attributes(model: nn.Module, batch: Any) -> Tensor:
-    return backward(MEMORY(torch.cat(list(collectives.all_gather(model(batch[0]), group=dist.group.WORLD)))))
 
 
 def learned_scale(model: nn.Module, batch: Any) -> Tensor:
@@ -353,35 +310,47 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "own rows": Program(own_rows, "direction", "A loss of own rows", wrappers="ddp fsdp"),
-    "usual gather": Program(usual_gather, "factor", "1/{W} on everything"),
+    "usual gather": Program(
+        lambda m, b: backward(naive_ap(all_rows(m(b[0])), all_rows(b[1]))), "factor", "1/{W} on everything"
+    ),
     "usual gather, times ranks": Program(usual_gather_times_ranks, "factor", "{W} on what is used after"),
     "usual gather, scale": Program(usual_gather_with_scale, "factor", "before the gather"),
     "gather without own rows": Program(gather_without_own, "missing", "No gradient arrives"),
-    "times ranks": Program(times_ranks, "factor", "{W} on everything", wrappers="ddp fsdp"),
-    "divided by ranks": Program(divided_by_ranks, "factor", "1/{W} on everything"),
-    "sum for mean of gradients": Program(summed_reduction, "factor", "1/{W} on everything"),
-    "mean of ranks": Program(mean_of_ranks, "direction", "A mean of means"),
+    "times ranks": Program(
+        lambda m, b: backward(dist.get_world_size() * ap(m, b)), "factor", "{W} on everything", wrappers="ddp fsdp"
+    ),
+    "sum for mean of gradients": Program(
+        lambda m, b: backward(ap(m, b, gradient_reduction="sum")), "factor", "1/{W} on everything"
+    ),
+    "mean of ranks": Program(lambda m, b: backward(bce(m, b)), "direction", "A mean of means"),
     "against gathered rows": Program(against_gathered, "direction", "The loss is right and its gradient"),
     "against detached rows": Program(against_detached, "direction", "The loss is right and its gradient", counts=EVEN),
     "places of equal ranks": Program(equal_places, "direction", "uneven rows"),
     "numbered labels": Program(numbered_labels, "direction", "Labels or places", counts=EVEN),
-    "past the wrapper": Program(past_the_wrapper, "direction", "No wrapper has reduced"),
+    "past the wrapper": Program(
+        lambda m, b: backward(bce(getattr(m, "module", m), b)), "direction", "No wrapper has reduced"
+    ),
     "left in no_sync": Program(left_in_no_sync, "direction", "No wrapper has reduced"),
-    "first rank alone": Program(first_rank_alone, "direction", ""),
-    "scale outside": Program(scale_outside, "direction", "A parameter outside the model"),
+    "first rank alone": Program(
+        lambda m, b: backward(naive_ap(fr.gather_rows(m(b[0]))[0], all_rows(b[1])) * (dist.get_rank() == 0)),
+        "direction",
+    ),
+    "scale outside": Program(
+        lambda m, b: backward(ap(lambda rows: SCALE(m(rows)), b)), "direction", "A parameter outside the model"
+    ),
     "means of means": Program(means_of_means, "direction", "A mean of means", True, wrappers="ddp fsdp"),
     "undivided": Program(undivided, "factor", "3 times", True, EVEN),
     "divided twice": Program(divided_twice, "factor", "1/3: the loss is divided", True, EVEN),
     "AP of micro-batches": Program(ap_of_micro_batches, "direction", "A loss of own rows", True),
     "updated in the step": Program(updated_in_the_step, "direction", "A loss of own rows", True, wrappers="ddp fsdp"),
     "mean as a sum": Program(mean_as_sum, "direction", "A mean of means", True),
-    "sum for mean": Program(sum_for_mean, "factor", "a sum over the rows"),
+    "sum for mean": Program(lambda m, b: backward(bce(m, b, reduction="sum")), "factor", "a sum over the rows"),
     "rows before a filter": Program(counted_all, "direction", "micro-batch", True),
     "batch norm": Program(global_mean, "direction", "BatchNorm", middle=lambda: nn.BatchNorm1d(8)),
     "dropout": Program(global_mean, "random", "Dropout", middle=lambda: nn.Dropout(0.3)),
-    "torch's gather": Program(torch_gather, "exact", counts=EVEN),
+    "torch's gather": Program(lambda m, b: backward(naive_ap(torchs_rows(m, b), all_rows(b[1]))), "exact", counts=EVEN),
     "queue": Program(with_queue, "exact", wrappers="ddp fsdp"),
-    "queue in attributes": Program(queue_in_attributes, "exact", counts=EVEN),
+    "queue in attributes": Program(lambda m, b: backward(MEMORY(torchs_rows(m, b))), "exact", counts=EVEN),
     "learned scale": Program(learned_scale, "exact"),
     "window": Program(window, "exact", "", True, wrappers="ddp fsdp"),
     "deferred mean": Program(deferred, "exact", "", True, wrappers="ddp fsdp"),
