@@ -98,47 +98,6 @@ def test_discarded_window_leaves_nothing(rank: int, kind: str, sync: str, discar
         discard_gradients_(model)
 
 
-@pytest.mark.full
-@on_ranks(4)
-def test_tensor_parallel_copies_count_once(rank: int) -> None:
-    """By the group the count is made over; "loss": also with logits that are sharded over the vocabulary."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-
-    mesh, errors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), {}
-    batches = make_window("full", mesh["data"].get_local_rank())
-    expected = one_process(Model(), all_batches("full", 2))
-    groups = {
-        "wrapper": None,
-        "data mesh": mesh["data"],
-        "world": dist.group.WORLD,
-        "loss": None,
-        "by hand": mesh["data"],
-    }
-    for name, group in groups.items():
-        model, whole = Model(), name != "loss"
-        down = RowwiseParallel() if whole else ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        up = ColwiseParallel() if whole else ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(model, mesh["tensor"], {"up": up, "down": down})
-        if name != "by hand":
-            fully_shard(model, mesh=mesh["data"])
-        with nullcontext() if whole else loss_parallel():
-            for step, batch in accumulate(model, batches, count_valid_tokens, group=group):
-                logits, labels = model(batch["tokens"]), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-                step.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
-        if name == "by hand":
-            fullrank.all_reduce_grads_(model, mesh["data"])
-        errors |= {
-            name: error(gradient(model), expected.gradient),
-            f"{name} loss": error(step.mean_loss(), expected.loss),
-        }
-    wrong = {name: errors.pop(name) for name in ("world", "world loss")}
-    assert_exact(errors, "float64")
-    assert abs(wrong["world"] - 0.5) <= 1e-12  # every token was counted twice, every loss added twice
-    assert wrong["world loss"] <= 1e-12
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @on_ranks()
 def test_half_precision_is_as_good_as_one_process(rank: int, dtype: str) -> None:

@@ -159,13 +159,6 @@ def test_named_losses_in_another_order_raise(rank: int, kind: str, names: list[s
                 assert "keep them in a list or a dict, not in a set." in text
 
 
-def test_a_name_is_kept() -> None:
-    """What is no text is refused: tests/losses/test_contract.py."""
-    for kind in NAMED.keys() - {"warm_up"}:
-        assert NAMED[kind](None).name is None
-        assert NAMED[kind]("head").name == "head"
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_backends_are_kept_for_as_long_as_their_group(rank: int) -> None:

@@ -24,7 +24,7 @@ from subjects import NUM_FEATURES, Model, error
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from workers import error_of, process_context
+from workers import WorkerPool, error_of
 
 import fullrank
 
@@ -311,12 +311,13 @@ def test_copies_share_the_group_and_pickles_drop_it(rank: int) -> None:
     assert len(twin.queue) == 8
 
 
-def generations(rank: int, folder: str, answers: Any) -> None:
-    """Answer with the losses without, with, without and again with a process group, and the error of a stale group."""
+def generations(rank: int, folder: str) -> tuple[list[float], str]:
+    """Return the losses without, with, without and again with a process group, and the error of a stale group."""
+    dist.destroy_process_group()  # that of the pool
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
     other = fullrank.SmoothAPLoss(num_classes=1, queue_size=0, temperature=0.5)
     logits, targets = torch.tensor([[0.3 - rank], [0.1]]), torch.tensor([1, 0])
-    values, stale = [], ""
+    values = []
     for generation in range(2):
         values.append(loss(logits, targets).item())
         store = f"file://{folder}/store{generation}"
@@ -325,24 +326,17 @@ def generations(rank: int, folder: str, answers: Any) -> None:
         if generation == 0:
             other.group = dist.new_group([0, 1])
             other(logits, targets)
-        else:
-            stale = error_of(lambda: other(logits, targets))[1]
-        dist.barrier()
-        dist.destroy_process_group()
-    answers.put((values, stale))
+            dist.barrier()
+            dist.destroy_process_group()
+    return values, error_of(lambda: other(logits, targets))[1]
 
 
 @pytest.mark.slow
 def test_a_process_group_that_was_destroyed_is_found_again(tmp_path: Path) -> None:
     """Local before there is one, gathered with one, local without, gathered with the next."""
-    context = process_context()
-    answers = context.Queue()
-    workers = [context.Process(target=generations, args=(r, str(tmp_path), answers)) for r in range(2)]
-    for worker in workers:
-        worker.start()
-    results = [answers.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join(timeout=20)
+    pool = WorkerPool(2)
+    results = pool(generations, str(tmp_path))
+    pool.close()
     for values, stale in results:
         assert values[0] == values[2]  # local
         assert values[1] == values[3]  # gathered

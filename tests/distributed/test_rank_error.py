@@ -37,20 +37,10 @@ def differing(*values: str) -> str:
     return text_of(*[header.Report(None, {"call": "a call", "fact": value}) for value in values])
 
 
-@pytest.mark.parametrize(
-    ("number", "named"),
-    [
-        (1, "rank 0"),
-        (4, "ranks 0, 1, 2, 3"),
-        (5, "ranks 0, 1, 2, 3 and 1 more"),
-        (1024, "ranks 0, 1, 2, 3 and 1020 more"),
-    ],
-)
-def test_at_most_four_ranks_are_named(number: int, named: str) -> None:
-    assert failed(*["bad"] * number) == f"a call failed on {named}: bad"
-
-
 def test_at_most_four_reasons_are_named() -> None:
+    """And at most four ranks."""
+    for number, named in ((1, "rank 0"), (4, "ranks 0, 1, 2, 3"), (5, "ranks 0, 1, 2, 3 and 1 more")):
+        assert failed(*["bad"] * number) == f"a call failed on {named}: bad"
     text = failed(None, *[f"bad {rank % 7}" for rank in range(1, 1024)])
     assert text.startswith("a call failed on ranks 1, 8, 15, 22 and 143 more: bad 1; ranks 2, 9, 16, 23 and ")
     assert text.endswith("bad 4; and 3 other reasons on ranks 5, 6, 7, 12 and 434 more")

@@ -251,14 +251,6 @@ def test_shards_are_not_added_to_each_other(rank: int, placement: Any, text: str
     assert parameter.grad.to_local()[0, 0] == (2 if placement == whole else 1)
 
 
-def test_one_process() -> None:
-    (weight,) = _good()
-    all_reduce_grads_(torch.nn.ParameterList([weight]), None)
-    assert torch.equal(weight.grad, torch.ones(4, 3))
-    with pytest.raises(TypeError, match="parameters: expected a module"):
-        all_reduce_grads_(1, None)
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"), [("all", None), ("ulysses_only", "ring"), ("ring_only", "ulysses"), ("none", "unified")]
 )
