@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from batches import Batch, all_batches, halves, make_batch, make_window, num_valid, one_process, sum_loss
 from meshes import init_device_mesh
-from on_ranks import common_error, on_ranks
+from on_ranks import common_error, on_ranks, slow_but
 from subjects import Adapted, Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,7 +36,7 @@ def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch],
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "ddp")])
+@pytest.mark.parametrize("kind", slow_but(["ddp"], KINDS))
 @on_ranks(2)
 def test_a_call_without_terms_adds_nothing(rank: int, kind: str) -> None:
     """One rank passes NaN for 0 terms: of a mean over nothing, alone, times 0, or by a window; the rest counts."""

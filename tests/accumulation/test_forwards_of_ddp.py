@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
 from collective_counter import CollectiveCounter
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow_but
 from subjects import Model, error, gradient, has_gradients, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,6 @@ from fullrank import DeferredMean, accumulate, count_valid_tokens
 from fullrank.gradients.wrappers import find_sync
 
 OTHER_FORMS = ("find unused", "static graph", "no broadcasts", "nested")
-FORMS = ["default", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
 
 
 def wrapped(form: str, buffers: bool) -> nn.Module:
@@ -75,7 +74,7 @@ def collectives(rank: int, form: str, buffers: bool, is_raw: bool = False) -> li
     return counts
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(["default"], ["default", *OTHER_FORMS]))
 @on_ranks(2)
 def test_forwards_inside_a_window_communicate_nothing(rank: int, form: str) -> None:
     for buffers in (False, True):

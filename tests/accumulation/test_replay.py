@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from gradient_cases import Case, OfRows, joined_loss, make_loss, make_step, num_outputs
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow_but
 from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
 from torch import Tensor, nn
 from workers import error_of
@@ -522,7 +522,7 @@ QUEUED = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "drawn")) for kind in QUEUED])
+@pytest.mark.parametrize("kind", slow_but(["drawn"], QUEUED))
 @on_ranks(2, pytest.param(1, marks=pytest.mark.full))
 def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
     """The losses, the queue and the gradients are those of a run without the failures, on every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -12,6 +12,11 @@ import torch.distributed as dist
 from workers import error_of, get_pool
 
 TWO_OR_THREE = (pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.full))
+
+
+def slow_but(fast: Container[Any], names: Iterable[str], mark: Any = pytest.mark.slow) -> list[Any]:
+    """Return cases, of which those that are not in ``fast`` have the mark."""
+    return [pytest.param(name, marks=[] if name in fast else mark) for name in names]
 
 
 def on_ranks(*world_sizes: Any) -> Callable[[Callable[..., None]], Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from argument_calls import CALLS, ROOMS
 from batches import split
 from loss_cases import IGNORED, KINDS, LOSSES, Form, Loss
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow_but
 from subjects import LIMITS, error
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -214,14 +214,7 @@ def differs(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(map(error, found, expected))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "sigmoid_focal" else pytest.mark.slow)
-        for name, row in LOSSES.items()
-        if row.module is not None
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["sigmoid_focal"], [name for name, row in LOSSES.items() if row.module]))
 @on_ranks(2, pytest.param(3, marks=[pytest.mark.full] * 2))
 def test_arguments_of_losses(rank: int, name: str) -> None:
     wrong, row = [], LOSSES[name]

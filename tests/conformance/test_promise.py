@@ -16,7 +16,7 @@ import torch.distributed as dist
 from batches import Rows, make_rows, part_of, split
 from gradient_cases import SHARDED, Case
 from loss_cases import FORMS, LOSSES, OF_POOL, POOLED, Form, Loss
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow_but
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
@@ -396,10 +396,7 @@ def other_part(part: Loss, size: int, replaced: Any) -> nn.Module:
     return part.first.make(num_classes=3, queue_size=size, **given)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "combined")) for n, loss in LOSSES.items() if loss.module],
-)
+@pytest.mark.parametrize("name", slow_but(["combined"], [name for name, loss in LOSSES.items() if loss.module]))
 @pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.full)])
 @on_ranks(2)
 def test_no_row_on_any_rank(rank: int, name: str, most: int) -> None:

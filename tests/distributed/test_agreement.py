@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loss_cases import LOSSES
-from on_ranks import common_error, on_ranks
+from on_ranks import common_error, on_ranks, slow_but
 from torch.utils.checkpoint import checkpoint
 from workers import error_of
 
@@ -48,9 +48,7 @@ CHECKPOINTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "call", ["smooth_ap", "sharded", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CHECKPOINTED][2:])]
-)
+@pytest.mark.parametrize("call", slow_but(("smooth_ap", "sharded"), CHECKPOINTED))
 @on_ranks(2)
 def test_a_call_inside_checkpoint_is_refused(rank: int, call: str) -> None:
     """Where it is, and nobody waits: both forms run the forward twice, once in backward. No backward communicates."""

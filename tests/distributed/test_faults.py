@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fault_calls import CALLS, Call
 from faults import Arguments, Fault
 from loss_cases import LOSSES
-from on_ranks import common_error, on_ranks, same
+from on_ranks import common_error, on_ranks, same, slow_but
 from subjects import LIMITS
 from subjects import error as error_to
 from torch import Tensor
@@ -188,9 +188,7 @@ def _of_layout(
 LAID_OUT = ("smooth_ap", "info_nce")  # in the fast tests
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in LAID_OUT)) for n in CALLS if is_first(CALLS[n])]
-)
+@pytest.mark.parametrize("name", slow_but(LAID_OUT, [name for name, call in CALLS.items() if is_first(call)]))
 @on_ranks()
 def test_any_layout_of_the_rows_of_one_rank(rank: int, name: str) -> None:
     """In both steps the bits are those of a plain copy, or all ranks raise the same."""
@@ -243,9 +241,7 @@ def _lacks_memory(*args: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (place > 0)) for place, n in enumerate(BY_PARTS)]
-)
+@pytest.mark.parametrize("name", slow_but(["InfoNCE"], BY_PARTS))
 @on_ranks()
 @mock.patch.object(retrieval, "FEWEST_SPLIT", 0)
 def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> None:

@@ -19,7 +19,7 @@ from collective_counter import CollectiveCounter
 from gradient_cases import Case
 from loss_cases import FORMS, SUMMED, slowly
 from meshes import group_of, init_device_mesh
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow_but
 from subjects import NUM_FEATURES, Model, error
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,9 +49,7 @@ def rows_of_all(counts: list[int], dtype: str, trailing: tuple[int, ...]) -> Ten
     return torch.cat([rows_of(rank, count, dtype, trailing) for rank, count in enumerate(counts)])
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(dtype, marks=[] if dtype in FEW else [pytest.mark.slow]) for dtype in DTYPES]
-)
+@pytest.mark.parametrize("dtype", slow_but(FEW, DTYPES))
 @on_ranks()
 def test_every_dtype_and_shape_in_rank_order(rank: int, dtype: str) -> None:
     """Contiguous or not, with gradient or without; after the header at first, then in the room behind it."""
@@ -236,13 +234,10 @@ def slopes(name: str, x: Tensor, part: slice, **options: Any) -> list[Tensor]:
     return [value.detach(), *torch.autograd.grad(value, [rows, *learned])]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in (*VERBS, "smooth_ap", "info_nce learned") else pytest.mark.slow)
-        for name in (*VERBS, *LEARNED, *(name for name, form in FORMS.items() if form.loss.module and form.is_first))
-    ],
-)
+SCALED = [*VERBS, *LEARNED, *(name for name, form in FORMS.items() if form.loss.module and form.is_first)]
+
+
+@pytest.mark.parametrize("name", slow_but((*VERBS, "smooth_ap", "info_nce learned"), SCALED))
 @on_ranks(4)
 def test_the_scale_in_groups_of_a_larger_job(rank: int, name: str) -> None:
     """Each row of docs/gradient-scale.md: the wrapper has four ranks, of which the gather has 4, 2 or 1."""

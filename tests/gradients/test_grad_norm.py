@@ -17,7 +17,7 @@ from blindfold import Blindfold
 from collective_counter import CollectiveCounter
 from device import DEVICE
 from meshes import group_of, init_device_mesh
-from on_ranks import common_error, on_ranks
+from on_ranks import common_error, on_ranks, slow_but
 from subjects import with_gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -226,9 +226,7 @@ INF_NAN = [math.nan, math.inf, -math.inf]
 FAST = ("by_hand", "hsdp", "ep", "pp")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
 @on_ranks(4)
 def test_norms_and_clipped_gradients_are_those_of_one_process(rank: int, name: str) -> None:
     """Norms of each p, the same to the last bit on every rank, and what is clipped."""
@@ -412,7 +410,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in BAD), *DIFFERENT])
+@pytest.mark.parametrize("kind", slow_but(DIFFERENT, BAD | DIFFERENT))
 @on_ranks(4)
 def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
     """The first and the last rank take turns. The gradients stay as they are, and the next call works."""

@@ -17,6 +17,7 @@ import integration_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import slow_but
 from pages import blocks, run_block
 from subjects import error, gradient
 from torch import Tensor, nn
@@ -292,16 +293,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[float, float, float]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[] if name in ("llama", "gpt2 without logits, tied", "pooled by a schedule") else [pytest.mark.full],
-        )
-        for name in (*RIGHT, *WRONG)
-    ],
-)
+FAST = ("llama", "gpt2 without logits, tied", "pooled by a schedule")
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, RIGHT | WRONG, pytest.mark.full))
 def test_windows_train_as_one_process(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     """What is widely done is the control."""
     (kind, recipe, options), least = (RIGHT[name], ()) if name in RIGHT else WRONG[name]

@@ -15,6 +15,7 @@ import integration_cases as cases
 import pytest
 import torch
 from loss_cases import FORMS
+from on_ranks import slow_but
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from workers import WorkerPool
@@ -309,9 +310,7 @@ def test_the_next_losses_are_those_of_the_saved_model(name: str, saver: str, tmp
     assert steps(without, 4, 5, 6) != wanted
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in ("smooth_ap", "warm-up"))) for name in MODULES]
-)
+@pytest.mark.parametrize("name", slow_but(("smooth_ap", "warm-up"), MODULES, pytest.mark.full))
 def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
