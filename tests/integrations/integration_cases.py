@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -78,16 +76,6 @@ def reset_accelerate() -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@contextmanager
-def hints() -> Iterator[list[str]]:
-    """Give a list that holds, after the block, what its warnings say about pooled losses of micro-batches."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [str(one.message) for one in caught if "pooled_backward" in str(one.message)]
 
 
 SGD = partial(torch.optim.SGD, lr=0.5)

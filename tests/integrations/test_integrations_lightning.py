@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import integration_cases as cases
 import pytest
 import torch
+from on_ranks import slow_but
 from pages import blocks, run_block
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -160,9 +162,10 @@ def hints_of(rank: int, definition: str, options: dict[str, Any]) -> list[str]:
 
     names = run_block(definition, {})
     model = names["Ranker"](cases.make_encoder().double(), names["loss_fn"])
-    with cases.hints() as found:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         make_trainer(max_epochs=2, callbacks=[LossSchedule(), LossMonitor()], **options).fit(model, row_loader())
-    return found
+    return [str(one.message) for one in caught if "pooled_backward" in str(one.message)]
 
 
 def refused(rank: int, kind: str, definition: str) -> str:
@@ -215,21 +218,11 @@ class Writer(LightningModule):
 """
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.full)])
-def test_the_ranker_trains_as_one_process(workers: WorkerPool, tmp_path: Path, package: str) -> None:
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.skip(f"needs {package}")
-    blocks = [block.replace("lightning.pytorch", package) for block in (DEFINITION, TRAINING)]
-    assert all(package in block for block in blocks)
-    assert max(map(max, workers(trained, *blocks, str(tmp_path)))) <= LIMIT
-    assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "last.ckpt"}
-
-
-def test_the_warm_up_trains_as_one_process(workers: WorkerPool, tmp_path: Path) -> None:
-    assert WARM_TRAINING != TRAINING
-    assert max(map(max, workers(trained, WARM_RANKER, WARM_TRAINING, str(tmp_path)))) <= LIMIT
-
-
+TRAININGS = {
+    "ranker": (DEFINITION, TRAINING),
+    "pytorch_lightning": [block.replace("lightning.pytorch", "pytorch_lightning") for block in (DEFINITION, TRAINING)],
+    "warm-up": (WARM_RANKER, WARM_TRAINING),
+}
 CONTROLS = {
     "without the callback the warm-up never ends": (WARM_RANKER, WARM_TRAINING.replace("stop, LossSchedule()", "stop")),
     "losses of single ranks": (
@@ -239,10 +232,14 @@ CONTROLS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CONTROLS)
-def test_control_another_training(workers: WorkerPool, tmp_path: Path, name: str) -> None:
-    assert min(map(max, workers(trained, *CONTROLS[name], str(tmp_path)))) > 0.01
+@pytest.mark.parametrize("name", slow_but(("ranker", "warm-up"), TRAININGS | CONTROLS, pytest.mark.full))
+def test_it_trains_as_one_process(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    if name == "pytorch_lightning" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}")
+    assert len(set(map(str, TRAININGS.values()))) == 3
+    errors = [*map(max, workers(trained, *(TRAININGS | CONTROLS)[name], str(tmp_path)))]
+    assert min(errors) > 0.01 if name in CONTROLS else max(errors) <= LIMIT
+    assert name in CONTROLS or {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
 def test_a_pooled_loss_of_each_micro_batch_warns_once(workers: WorkerPool) -> None:

@@ -327,13 +327,13 @@ def test_a_trainer_that_counts_one_rank_is_refused(workers: WorkerPool, tmp_path
     assert workers(counting_one_rank, str(tmp_path), True) == [""] * 2
 
 
-def make_state(step: int) -> Any:
-    return SimpleNamespace(global_step=step, trial_params=None, trial_name=None, stateful_callbacks={})
+def make_run(folder: Path) -> tuple[Any, Any]:
+    state = SimpleNamespace(global_step=0, trial_params=None, trial_name=None, stateful_callbacks={})
+    return SimpleNamespace(output_dir=str(folder), should_save=True), state
 
 
 def test_the_callback_in_a_hyperparameter_search(tmp_path: Path) -> None:
-    args, state = SimpleNamespace(output_dir=str(tmp_path), should_save=True), make_state(0)
-    callback = LossState(fullrank.SmoothAPLoss(1))
+    (args, state), callback = make_run(tmp_path), LossState(fullrank.SmoothAPLoss(1))
     callback.on_train_begin(args, state, None)
     state.global_step, state.trial_params = 5, {"learning_rate": 1.0}
     with pytest.warns(UserWarning, match="pass hp_name= to hyperparameter_search"):
@@ -345,7 +345,7 @@ def test_the_callback_in_a_hyperparameter_search(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
-    args, state = SimpleNamespace(output_dir=str(tmp_path), should_save=True), make_state(0)
+    args, state = make_run(tmp_path)
     callback = LossState(fullrank.SmoothAPLoss(1), resume_from=tmp_path / "checkpoint-5")
     with pytest.raises(FileNotFoundError, match=r"got no such file\. Pass the folder"):
         callback.on_train_begin(args, state, None)

@@ -75,14 +75,17 @@ MODULES: dict[str, tuple[Make, Callable[..., Tensor]]] = {
 KINDS = ("smooth_ap", "info_nce_learned", "combined", "warm-up")
 
 
-def make_loss(name: str, change: float = 2.0) -> Any:
-    """Return a loss whose temperature or weights were assigned, so that a new one has their keys."""
-    loss = MODULES[name][0]()
+def assign(name: str, loss: Any, number: float) -> Any:
+    """Assign the temperature or the weights of a loss, so that a new one has their keys."""
     if name == "combined":
-        loss.weights = {"ce": 1.0, "ap": change}
+        loss.weights = {"ce": 1.0, "ap": number}
     elif name not in ("warm-up", "info_nce_learned"):
-        (loss.loss if name == "sharded" else loss).temperature = 0.1 * change
+        (loss.loss if name == "sharded" else loss).temperature = 0.1 * number
     return loss
+
+
+def make_loss(name: str) -> Any:
+    return assign(name, MODULES[name][0](), 2.0)
 
 
 @functools.cache
@@ -133,10 +136,7 @@ def steps(model: Any, *indices: int) -> list[float]:
 def trained(name: str) -> Any:
     model = make_model(name)
     steps(model, 0, 1, 2, 3)
-    if name == "combined":
-        model.loss_fn.weights = {"ce": 1.0, "ap": 3.0}
-    elif name not in ("warm-up", "info_nce_learned"):
-        (model.loss_fn.loss if name == "sharded" else model.loss_fn).temperature = 0.3
+    assign(name, model.loss_fn, 3.0)
     return model
 
 
