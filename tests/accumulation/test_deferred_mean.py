@@ -18,6 +18,7 @@ from subjects import Adapted, Model, by_hand, error, gradient, wrap
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from verbs import collect
 from workers import error_of
 
 from fullrank import DeferredMean, accumulate, all_reduce_grads_, maybe_no_sync, sum_gradients_
@@ -27,10 +28,8 @@ def sync_groups(kind: str) -> list[Any]:
     return [dist.group.WORLD] if kind == "plain" else []
 
 
-def run_step(deferred: DeferredMean, model: nn.Module, batches: Iterable[Batch], groups: Iterable[Any] = ()) -> Any:
-    for batch in batches:
-        deferred.backward(sum_loss(model, batch), num_valid(batch))
-    return deferred.finish(sync_groups=groups)
+def run_step(deferred: DeferredMean, model: Any, batches: Iterable[Batch], groups: Iterable[Any] = ()) -> Any:
+    return collect(deferred, model, batches).finish(sync_groups=groups)
 
 
 KINDS = ["plain", "ddp", "fsdp2", "summed"]
@@ -48,8 +47,7 @@ def test_a_call_without_terms_adds_nothing(rank: int, kind: str) -> None:
         lambda loss: (functional.mse_loss(loss[None][:0], torch.zeros(0, dtype=loss.dtype)) * 0, 0.0),
     ]
     for _ in range(2):
-        for batch in batches:
-            deferred.backward(sum_loss(model, batch), num_valid(batch))
+        collect(deferred, model, batches)
         for empty in nothing if rank else [lambda loss: (loss * 0, 0)] * 3:
             assert deferred.backward(*empty(sum_loss(model, batches[0]))) == (0, 0)
             of_batch = lambda batch, empty=empty: empty(sum_loss(model, batch))  # noqa: E731
@@ -82,9 +80,7 @@ def test_weights_may_take_the_place_of_counts(rank: int, kind: str) -> None:
 @on_ranks(2)
 def test_gradients_stay_the_same_objects(rank: int, kind: str) -> None:
     model = wrap(Model(), kind)
-    deferred = DeferredMean(model, by_hand(model))
-    for batch in make_window("full", rank):
-        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    deferred = collect(DeferredMean(model, by_hand(model)), model, make_window("full", rank))
     before = [p.grad for p in model.parameters()]
     layout = lambda g: (getattr(g, "placements", None), getattr(g, "device_mesh", None), g.stride())  # noqa: E731
     layouts = [*map(layout, before)]
@@ -128,10 +124,8 @@ def test_experts(rank: int, way: str) -> None:
         groups = []
     if "summed" in way:
         sum_gradients_(model)
-    deferred, loss = DeferredMean(model, by_hand(model)), 0.0
-    for batch in make_window("full", rank):
-        deferred.backward(sum_loss(partial(model, index=own), batch), num_valid(batch))
-    deferred.finish(groups)
+    run_step(DeferredMean(model, by_hand(model)), partial(model, index=own), make_window("full", rank), groups)
+    loss = 0.0
     for other in range(world_size):
         loss += sum(sum_loss(partial(reference, index=other % 2), batch) for batch in make_window("full", other))
     (loss / sum(map(num_valid, all_batches("full")))).backward()
@@ -298,16 +292,14 @@ def test_a_mistake_of_every_rank(rank: int, case: str, kind: str, text: str) -> 
 def test_one_object_for_each_model(rank: int) -> None:
     """A second construction raises with open gradients, but not after finish or when the first is gone."""
     model = wrap(Model(), "ddp")
-    batch = make_window("full", rank)[0]
-    first = DeferredMean(model, by_hand(model))
-    first.backward(sum_loss(model, batch), num_valid(batch))
+    batches = make_window("full", rank)[:1]
+    first = collect(DeferredMean(model, by_hand(model)), model, batches)
     kind, text = error_of(lambda: DeferredMean(model, by_hand(model)))
     assert kind == "RuntimeError"
     assert "got one with 1 calls of backward that are not finished. Call finish() or discard()" in text
     first.finish()
     model.zero_grad()
-    second = DeferredMean(model, by_hand(model))
-    second.backward(sum_loss(model, batch), num_valid(batch))
+    second = collect(DeferredMean(model, by_hand(model)), model, batches)
     del second
     gc.collect()
     DeferredMean(model, by_hand(model))
@@ -323,15 +315,10 @@ def test_a_step_goes_on_in_another_process(rank: int, kind: str) -> None:
         model = wrap(Model(), kind)
         return model, DeferredMean(model, by_hand(model))
 
-    def run(deferred: DeferredMean, model: nn.Module, part: slice) -> None:
-        for batch in batches[part]:
-            deferred.backward(sum_loss(model, batch), num_valid(batch))
-
     model, deferred = begin()
-    run(deferred, model, slice(2))
+    collect(deferred, model, batches[:2])
     saved, grads = deferred.state_dict(), [parameter.grad.clone() for parameter in model.parameters()]
-    run(deferred, model, slice(2, None))
-    count = deferred.finish(groups)
+    count = run_step(deferred, model, batches[2:], groups)
     results = []
     for is_control in (False, True):
         other, again = begin()
@@ -339,8 +326,7 @@ def test_a_step_goes_on_in_another_process(rank: int, kind: str) -> None:
             again.load_state_dict(saved)
         for parameter, grad in zip(other.parameters(), grads):
             parameter.grad = grad.clone()
-        run(again, other, slice(2, None))
-        is_same = again.finish(groups) == count
+        is_same = run_step(again, other, batches[2:], groups) == count
         results.append(
             (is_same, torch.equal(gradient(other), gradient(model)), again.mean_loss() == deferred.mean_loss())
         )
@@ -364,8 +350,7 @@ def test_one_process() -> None:
         deferred.mean_loss()
     with pytest.raises(RuntimeError, match=r"^gradients: expected a backward since the last finish, got none"):
         deferred.finish()
-    for batch in batches:
-        deferred.backward(sum_loss(model, batch), num_valid(batch))
+    collect(deferred, model, batches)
     with pytest.raises(ValueError, match=r"^n: expected a finite number >= 0, got inf"):
         deferred.backward(sum_loss(model, batches[0]), float("inf"))
     total = sum(map(num_valid, batches))

@@ -13,14 +13,12 @@ from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import Adapted, Model, error, gradient, mesh_of, wrap
 from torch import Tensor
-from verbs import run_window
+from verbs import collect, run_window
 from workers import error_of
 
 from fullrank import (
     DeferredMean,
-    accumulate,
     all_reduce_grads_,
-    count_valid_tokens,
     discard_gradients_,
     pooled_backward,
     sum_gradients_,
@@ -49,12 +47,9 @@ def test_a_part_of_a_model_under_fsdp(rank: int, kind: str, verb: str) -> None:
         deferred = DeferredMean(model.up) if verb == "deferred" else None
         for _ in range(2):
             if deferred is None:
-                for step, batch in accumulate(model.up, make_window("full", rank), count_valid_tokens):
-                    step.backward(sum_loss(model, batch))
+                run_window(model.up, make_window("full", rank), through=lambda _, model=model: model)
             else:
-                for batch in make_window("full", rank):
-                    deferred.backward(sum_loss(model, batch), num_valid(batch))
-                deferred.finish()
+                collect(deferred, model, make_window("full", rank)).finish()
             one_process(reference, all_batches("full"))
             assert error(gradient(model.up), gradient(reference.up)) <= 1e-12
             model.zero_grad()
@@ -101,23 +96,16 @@ def test_a_hook_after_the_reduction_of_fsdp(rank: int, verb: str) -> None:
         if verb == "pooled":
             pooled_backward(model, window, forward=lambda batch: model(batch["tokens"]), loss=_mean, group=group)
         elif verb == "accumulate":
-            for step, batch in accumulate(model, window, count_valid_tokens, group=group):
-                step.backward(sum_loss(model, batch))
+            run_window(model, window, group=group)
         else:
-            deferred = DeferredMean(model, group)
-            for batch in window:
-                deferred.backward(sum_loss(model, batch), num_valid(batch))
-            deferred.finish()
-
-    def hook(gradient: Tensor) -> None:
-        dist.all_reduce(gradient)
+            collect(DeferredMean(model, group), model, window).finish()
 
     if verb != "pooled":
         run(None)  # the control: without the hook each rank has the mean of its own rows
         one_process(reference, window)
         assert error(gradient(model), gradient(reference)) <= 1e-12
         model.zero_grad()
-    model.set_all_reduce_hook(hook)
+    model.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient) and None)
     name, text = error_of(lambda: run(None))
     assert name == "ValueError"
     assert "gradients that FSDP2 alone reduces, without group, got a function of set_all_reduce_hook. " in text
@@ -175,8 +163,7 @@ def test_flows_that_reduce_by_hand(rank: int) -> None:
     model = wrap(Model(), "ddp")
     for options, divisor in (({"multiplier": size}, 1.0), ({"group": world}, size)):
         model.zero_grad()
-        for step, batch in accumulate(model.module, batches, count_valid_tokens, **options):
-            step.backward(sum_loss(model, batch))
+        run_window(model.module, batches, through=lambda _: model, **options)
         assert error(gradient(model), expected / divisor) <= 1e-12
 
 

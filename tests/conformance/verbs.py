@@ -132,6 +132,13 @@ def deferred_of(model: nn.Module) -> DeferredMean:
     return model.deferred_mean
 
 
+def collect(one: DeferredMean, model: Any, batches: Any) -> DeferredMean:
+    """Back-propagate the sums of micro-batches, and return the object that has counted them."""
+    for batch in batches:
+        one.backward(sum_loss(model, batch), num_valid(batch))
+    return one
+
+
 def deferred(model: nn.Module, batches: Any, **options: Any) -> Tensor:
     """``DeferredMean``, one object for all steps.
 
