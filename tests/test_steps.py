@@ -34,12 +34,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says when it star
 TABLE = Path(__file__).with_name("steps.txt")
 COUNTED_WITH = "2.13."  # another torch calls hooks and operators in another way
 ROOMS = tuple(f"{path.parent}/" for path in Path(fullrank.__file__).parent.glob("*/__init__.py"))
-INLINED = (
-    "<listcomp>",
-    "<dictcomp>",
-    "<setcomp>",
-    "<genexpr>",
-)  # which later versions of Python do not call
+INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # which later versions of Python do not call
 STEADY = 40  # steps before the one that counts: hints look at the first 20, queues and caches are full
 ROWS = 48
 WITH_QUEUE = ["smooth_ap", "info_nce"]

@@ -163,8 +163,11 @@ def test_one_process_raises_at_once_and_discards_what_it_has_added(place: int) -
     for index, (step, batch) in enumerate(fullrank.accumulate(model, rows, len)):
         loss = model(batch).sum()
         if index == place:
-            with pytest.raises(ValueError, match=f"loss of micro-batch {place}: expected a loss with a graph"):
+            with pytest.raises(
+                ValueError, match=f"loss of micro-batch {place}: expected a loss with a graph"
+            ) as caught:
                 step.backward(loss.detach())
+            assert type(caught.value) is ValueError  # over ranks it is a RankError too
             break
         step.backward(loss)
     assert model.weight.grad is (None if place else before)

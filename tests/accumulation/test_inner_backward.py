@@ -55,31 +55,6 @@ def run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: l
         step.backward(loss(model, batch))
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-@on_ranks()
-def test_a_chunked_loss_is_refused_on_every_rank(rank: int, kind: str) -> None:
-    """Of one rank, in windows 1 and 2; the control is window 3, in which nothing is looked for."""
-    model, batches, last = wrap(Model(), kind), make_window("uneven", rank), dist.get_world_size() - 1
-    expected = one_process(Model(), all_batches("uneven")).gradient
-
-    def of_last(model: nn.Module, batch: Batch) -> Tensor:
-        # DDP itself refuses a second gradient in the backward that reduces, on this rank alone.
-        is_chunked = rank == last and (kind != "ddp" or batch is batches[0])
-        return (chunked if is_chunked else sum_loss)(model, batch)
-
-    for _ in range(2):
-        found, text = common_error(lambda: run(model, of_last, batches))
-        assert found == "RuntimeError"
-        assert f"rank {last}: loss of micro-batch 0: expected gradients that have not changed since" in text
-        assert not gradient(model).any()
-    if kind != "ddp":
-        run(model, chunked, batches)
-        assert error(reduced(model), expected) > 1
-        discard_gradients_(model)
-    run(model, sum_loss, batches)
-    assert error(reduced(model), expected) <= 1e-12
-
-
 @pytest.mark.parametrize("is_chunked", [True, False])
 @on_ranks()
 def test_gradients_that_fsdp_holds_in_another_dtype_are_seen(rank: int, is_chunked: bool) -> None:

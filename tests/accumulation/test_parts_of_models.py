@@ -16,13 +16,7 @@ from torch import Tensor
 from verbs import collect, run_window
 from workers import error_of
 
-from fullrank import (
-    DeferredMean,
-    all_reduce_grads_,
-    discard_gradients_,
-    pooled_backward,
-    sum_gradients_,
-)
+from fullrank import DeferredMean, all_reduce_grads_, discard_gradients_, pooled_backward, sum_gradients_
 from fullrank.gradients.torch_private import count_unreduced
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import common_error, on_ranks, same
+from on_ranks import common_error, on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from workers import error_of, get_pool
@@ -350,14 +350,6 @@ def test_every_row_once(length: int, ranks: int, shuffle: bool) -> None:
         [row for rank in range(ranks) for row in DistributedSampler(range(length), ranks, rank)] if length else []
     )
     assert (len(repeated) > length) == (length % ranks > 0)
-
-
-@on_ranks(2)
-def test_ranks_of_the_default_group(rank: int) -> None:
-    rows = TensorDataset(torch.arange(7))
-    own = [int(row) for (batch,) in DataLoader(rows, 2, sampler=UnrepeatedDistributedSampler(rows)) for row in batch]
-    assert own == list(range(rank, 7, 2))
-    assert same(sum(len(UnrepeatedDistributedSampler(7, 2, part)) for part in (0, 1))) == 7
 
 
 def test_arguments() -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks, same
 from scripts import run_script
-from torch import nn
 from workers import error_of
 
 import fullrank
@@ -240,21 +239,6 @@ def test_control_an_agreement_inside_is_not_joined_twice(rank: int) -> None:
 
     expected = "TypeError", "wrapped: inner failed on rank 0: inside"
     assert error_of(lambda: agree_on("outer", dist.group.WORLD, bring)) == expected
-
-
-def test_a_wrong_item_count_in_one_process_is_a_plain_error() -> None:
-    """Over ranks it is a RankError: tests/conformance/test_faults_of_verbs.py."""
-    model = nn.Linear(2, 1)
-
-    def window() -> None:
-        for step, batch in fullrank.accumulate(model, [torch.ones(3, 2)], len):
-            step.backward(model(batch).mean(), num_items=4)
-
-    with pytest.raises(
-        ValueError, match="num_items of micro-batch 0: expected 3, the count of the micro-batch, got 4"
-    ) as caught:
-        window()
-    assert type(caught.value) is ValueError
 
 
 SCRIPT = """

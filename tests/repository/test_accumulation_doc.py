@@ -19,7 +19,6 @@ from subjects import Adapted, Model, Router, error, wrap
 from subjects import gradient as flat
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from workers import error_of
 
 import fullrank
 
@@ -281,11 +280,3 @@ def test_a_recipe(rank: int, name: str) -> None:
         names = run_block("\n".join([*NAMES, run.code]), {"loader": [], "optimizer": None, **run.names})
         wrong = error(run.found(names), run.expected)
         assert wrong <= LIMIT if run.is_right else wrong > 1e-3, run.code
-
-
-@on_ranks(2)
-def test_a_mean_of_means_in_the_loop_is_seen(rank: int) -> None:
-    own = "causal_lm_loss(model(batch['tokens']), batch['labels']).div(4).backward()"
-    (run,) = loop(rank, "ddp", LOOP.replace("step.backward(loss_sum(model, batch))", own), 4)
-    assert own in run.code
-    assert "expected one backward, got 0" in error_of(lambda: run_block("\n".join([*NAMES, run.code]), run.names))[1]
