@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from batches import IGNORED, split
 from loss_cases import normal
+from on_ranks import gathered
 from torch import Tensor, nn
 
 import fullrank
@@ -157,8 +158,7 @@ def samples(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
 
 def evaluates(call: Callable[..., Any], given: dict[str, Any]) -> Pairs:
     """Seven rows come once, in the order of the seed, on all ranks in turn or on one that counts itself alone."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, [*call(7)])
+    parts = gathered([*call(7)])
     parts = parts if "shuffle" in given else [parts[dist.get_rank()]]
     rows = [part[turn] for turn in range(7) for part in parts if turn < len(part)]
     shuffled = torch.randperm(7, generator=torch.Generator().manual_seed(given.get("seed", 0)))

@@ -49,10 +49,16 @@ def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
 T = TypeVar("T")
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return what every rank has."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def same(value: T) -> T:
     """Return ``value``, which is the same on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    everyone = gathered(value)
     assert all(str(other) == str(value) for other in everyone), everyone
     return value
 

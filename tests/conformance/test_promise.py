@@ -16,7 +16,7 @@ import torch.distributed as dist
 from batches import Rows, make_rows, part_of, split
 from gradient_cases import SHARDED, Case
 from loss_cases import FORMS, LOSSES, OF_POOL, POOLED, Form, Loss
-from on_ranks import on_ranks, slow_but
+from on_ranks import gathered, on_ranks, slow_but
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
@@ -113,8 +113,7 @@ def test_loss_inside_the_wrapped_module(loss: str) -> None:
 
 def detached(tensor: Tensor) -> Tensor:
     """Gather without gradient and put this rank's rows back: what is widely done, and wrong by 1 / W under DDP."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.detach())
+    parts = gathered(tensor.detach())
     parts[dist.get_rank()] = tensor
     return torch.cat(parts)
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import common_error, on_ranks
+from on_ranks import common_error, gathered, on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from workers import error_of, get_pool
@@ -161,12 +161,6 @@ def test_a_worker_of_a_loader_waits_for_no_rank(rank: int) -> None:
             assert len(batches(rank, 0, {})) == 5
 
 
-def everyone(rows: list[int]) -> list[list[int]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, rows)
-    return found
-
-
 @pytest.mark.parametrize("num_classes", [4, 20])  # fewer than a step has, and more
 @on_ranks()
 def test_every_batch_has_m_rows_of_each_of_its_classes(rank: int, num_classes: int) -> None:
@@ -181,7 +175,7 @@ def test_every_batch_has_m_rows_of_each_of_its_classes(rank: int, num_classes: i
         for label in classes.tolist():
             chosen = {row for row in rows if labels[row] == label}
             assert len(chosen) == min(3, max(2, label // 7 + 1))  # a class with fewer rows repeats them
-        step = torch.tensor(everyone(rows))
+        step = torch.tensor(gathered(rows))
         in_step = labels[step.flatten()].unique()
         assert len(in_step) == min(4 * world_size, num_classes)  # other classes on every rank
         uses += torch.bincount(labels[step[:, :]].reshape(-1), minlength=len(uses)) // 3

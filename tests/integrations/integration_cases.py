@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score
 from subjects import error, whole
@@ -187,9 +186,3 @@ def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
 def of_tokens(model: Any, rows: list[dict[str, Tensor]]) -> Loss:
     tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
     return of_rows(token_mean, model, tokens, labels)
-
-
-def gathered(value: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

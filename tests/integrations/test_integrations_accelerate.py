@@ -10,6 +10,7 @@ from typing import Any
 import integration_cases as cases
 import pytest
 import torch
+from on_ranks import gathered
 from pages import blocks, run_block
 from torch.utils.data import DataLoader
 from workers import WorkerPool
@@ -74,7 +75,7 @@ def fitted(rank: int, definitions: str, script: str, folder: str, is_control: bo
         return model, found["history"]
 
     model, history = job("through", script)
-    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*cases.gathered(seen))]
+    chosen = [[number[tuple(row)] for part in step for row in part] for step in zip(*gathered(seen))]
     reference = cases.make_encoder().double()
     loss = cases.of_rows(cases.alone(deepcopy(names["loss_fn"])), reference, features, targets)
     adam = partial(torch.optim.AdamW, lr=1e-2)

@@ -13,7 +13,7 @@ from typing import Any
 import integration_cases as cases
 import pytest
 import torch
-from on_ranks import slow_but
+from on_ranks import gathered, slow_but
 from pages import blocks, run_block
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -153,7 +153,7 @@ def windowed(rank: int, kind: str, definition: str, options: dict[str, Any]) -> 
     windows = [windows_of(cases.dealt(number, size, epoch)) for epoch in range(epochs)]
     expected, losses, _ = cases.train(reference, loss, windows, max_norm=1.0)
     assert trainer.global_step == len(losses)
-    assert len(set(cases.gathered(repr(cases.flat(model).tolist())))) == 1
+    assert len(set(gathered(repr(cases.flat(model).tolist())))) == 1
     return cases.change(model, before, expected), cases.worst([trainer.callback_metrics["loss"]], losses[-1:])
 
 

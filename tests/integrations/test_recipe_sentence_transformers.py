@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import change, flat, gathered, reset_accelerate, train, worst
-from on_ranks import on_ranks
+from integration_cases import change, flat, reset_accelerate, train, worst
+from on_ranks import gathered, on_ranks
 from pages import blocks, run_block
 from subjects import error
 from torch import Tensor, nn

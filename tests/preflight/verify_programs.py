@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
+from on_ranks import gathered
 from torch import Tensor, nn
 
 import fullrank as fr
@@ -62,15 +63,12 @@ def naive_ap(scores: Tensor, targets: Tensor) -> Tensor:
 
 def all_rows(tensor: Tensor, *, put_back: bool = True) -> Tensor:
     """Gather as many do: without gradient, the own rows put back; uneven batches are padded."""
-    size = torch.tensor([len(tensor)])
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = int(max(sizes))
-    padded = torch.zeros(longest, *tensor.shape[1:], dtype=tensor.dtype)
+    sizes = gathered(len(tensor))
+    padded = torch.zeros(max(sizes), *tensor.shape[1:], dtype=tensor.dtype)
     padded[: len(tensor)] = tensor.detach()
-    gathered = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    parts = [part[: int(size)] for part, size in zip(gathered, sizes)]
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    parts = [part[:size] for part, size in zip(parts, sizes)]
     if put_back:
         parts[dist.get_rank()] = tensor
     return torch.cat(parts)
@@ -78,9 +76,7 @@ def all_rows(tensor: Tensor, *, put_back: bool = True) -> Tensor:
 
 def first_row(tensor: Tensor) -> int:
     """Return the place of the first own row among those of all ranks."""
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, len(tensor))
-    return sum(sizes[: dist.get_rank()])
+    return sum(gathered(len(tensor))[: dist.get_rank()])
 
 
 def backward(loss: Tensor) -> Tensor:
