@@ -116,16 +116,19 @@ SCHEDULES += [pytest.param("ScheduleZBVZeroBubble", marks=[pytest.mark.slow, NOT
 def check(pipeline: Pipeline, layouts: tuple[str, ...] = ("full", "uneven", "none"), **options: Any) -> None:
     mean = pipeline.mean(**options)
     for layout in [each for each in layouts for _ in range(2)]:
-        everything = [batch for copy in range(pipeline.num_copies) for batch in batches_of(copy, layout)]
-        reference = Model()
-        expected = one_process(reference, everything)
-        losses: list[Tensor] = []
-        pipeline.zero_grad()
-        pipeline.step(mean, batches_of(pipeline.copy, layout), losses=losses)
-        assert error(pipeline.gradient(), pipeline.expected(reference)) <= 1e-12
-        assert mean.mean_loss().dtype == torch.float64
-        assert error(mean.mean_loss(), expected.loss) <= 1e-12
-        assert len(losses) == (NUM_BATCHES if pipeline.is_last else 0)
+        check_step(pipeline, mean, layout)
+
+
+def check_step(pipeline: Pipeline, mean: PipelineMean, layout: str = "full") -> None:
+    everything = [batch for copy in range(pipeline.num_copies) for batch in batches_of(copy, layout)]
+    reference, losses = Model(), list[Tensor]()
+    expected = one_process(reference, everything)
+    pipeline.zero_grad()
+    pipeline.step(mean, batches_of(pipeline.copy, layout), losses=losses)
+    assert error(pipeline.gradient(), pipeline.expected(reference)) <= 1e-12
+    assert mean.mean_loss().dtype == torch.float64
+    assert error(mean.mean_loss(), expected.loss) <= 1e-12
+    assert len(losses) == (NUM_BATCHES if pipeline.is_last else 0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -211,10 +214,7 @@ def test_a_bad_loss_raises_on_every_stage_and_the_next_step_is_exact(rank: int, 
     assert message.startswith("PipelineMean.step (end of the step) failed on rank 1: ")
     assert all(p.grad is None for part in pipeline.parts for p in part.parameters())
     loss_fn.place = 0
-    reference = Model()
-    one_process(reference, batches_of(0))
-    pipeline.step(mean, batches_of(0))
-    assert error(pipeline.gradient(), pipeline.expected(reference)) <= 1e-12
+    check_step(pipeline, mean)
 
 
 @pytest.mark.slow
@@ -230,11 +230,7 @@ def test_an_error_of_one_pipeline_is_raised_on_all(rank: int, name: str, kind: s
         loss_fn.place = 0
         step = partial(pipeline.step, mean, batches, **({"target": None} if pipeline.copy == 1 else {}))
         assert "target: expected targets to count" in error_of(step)[1]
-        reference = Model()
-        one_process(reference, [batch for copy in range(2) for batch in batches_of(copy)])
-        pipeline.zero_grad()
-        pipeline.step(mean, batches)
-        assert error(pipeline.gradient(), pipeline.expected(reference)) <= 1e-12
+        check_step(pipeline, mean)
         pipeline.zero_grad()
     other = pipeline.mean(multiplier=7.0 if rank == 3 else None)
     kind_of_error, text = error_of(lambda: pipeline.step(other, batches))
