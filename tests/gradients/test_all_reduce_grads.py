@@ -12,7 +12,7 @@ import torch.distributed as dist
 from collective_counter import CollectiveCounter
 from meshes import init_device_mesh
 from on_ranks import on_ranks
-from subjects import whole
+from subjects import whole, with_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from workers import error_of
@@ -48,14 +48,8 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def _with_grad(grad: Any, parameter: nn.Parameter | None = None) -> list[nn.Parameter]:
-    parameter = nn.Parameter(torch.zeros(4, 3)) if parameter is None else parameter
-    parameter.grad = grad
-    return [parameter]
-
-
 def _good() -> list[nn.Parameter]:
-    return _with_grad(torch.ones(4, 3))
+    return [with_gradient(torch.ones(4, 3))]
 
 
 def _sparse() -> list[nn.Parameter]:
@@ -95,9 +89,7 @@ def test_buckets_are_filled() -> None:
 @on_ranks()
 def test_dtypes_travel_apart(rank: int) -> None:
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
-    parameters = [nn.Parameter(torch.zeros(4, dtype=kind)) for kind in kinds]
-    for index, parameter in enumerate(parameters):
-        parameter.grad = torch.full((4,), float(2**index * (rank + 1)), dtype=kinds[index])
+    parameters = [with_gradient(torch.full((4,), 2.0**i * (rank + 1), dtype=kind)) for i, kind in enumerate(kinds)]
     all_reduce_grads_([(f"p{index}", p) for index, p in enumerate(parameters)], dist.group.WORLD)
     total = sum(range(1, dist.get_world_size() + 1))
     assert [p.grad.unique().tolist() for p in parameters] == [[2.0**index * total] for index in range(5)]
@@ -109,7 +101,7 @@ def test_half_precision_is_added_in_float32(rank: int, dtype: str) -> None:
     """A sum of four numbers of 8 or 11 bits is exact in float32, but for a few that differ much in size."""
     parts = [part(other, 0, (1000,), getattr(torch, dtype)) for other in range(4)]
     expected = sum(one.double() for one in parts).to(parts[0].dtype)
-    (parameter,) = _with_grad(parts[rank].clone(), nn.Parameter(torch.zeros_like(parts[rank])))
+    parameter = with_gradient(parts[rank])
     all_reduce_grads_([parameter], dist.group.WORLD)
     assert int((parameter.grad != expected).sum()) <= 1
     assert int((sum(parts[1:], parts[0]) != expected).sum()) > 100  # the control: one by one
@@ -187,16 +179,8 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text": (lambda: [*_good(), "weight"], "TypeError", "failed on rank 1: parameter 1: expected a parameter"),
     "used up": (lambda: iter([]), "ValueError", "parameters: expected parameters, got an iterator with none."),
     "fewer": (list, "ValueError", "number of parameters: 1 on rank 0, 0 on rank 1."),
-    "shape": (
-        lambda: _with_grad(torch.ones(3, 4), nn.Parameter(torch.zeros(3, 4))),
-        "ValueError",
-        f"{_TWO}float32 (3, 4) on cpu on rank 1.",
-    ),
-    "dtype": (
-        lambda: _with_grad(torch.ones(4, 3).double(), nn.Parameter(torch.zeros(4, 3).double())),
-        "ValueError",
-        f"{_TWO}float64 (4, 3) on cpu on rank 1.",
-    ),
+    "shape": (lambda: [with_gradient(torch.ones(3, 4))], "ValueError", f"{_TWO}float32 (3, 4) on cpu on rank 1."),
+    "dtype": (lambda: [with_gradient(_good()[0].grad.double())], "ValueError", f"{_TWO}float64 (4, 3) on cpu on rank"),
     "frozen": (
         lambda: [_good()[0].requires_grad_(False)],
         "ValueError",
@@ -224,7 +208,7 @@ def test_what_does_not_fit_raises_on_every_rank(rank: int, case: str) -> None:
 
 @on_ranks(2)
 def test_the_first_parameter_that_differs_is_named(rank: int) -> None:
-    parameters = [_with_grad(torch.zeros(n), nn.Parameter(torch.zeros(n)))[0] for n in (2, 3, 4 + rank, 5 + rank)]
+    parameters = [with_gradient(torch.zeros(n)) for n in (2, 3, 4 + rank, 5 + rank)]
     _, text = error_of(lambda: all_reduce_grads_(parameters, dist.group.WORLD))
     assert "parameter 2: float32 (4,) on cpu on rank 0, float32 (5,) on cpu on rank 1." in text
 
