@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from loss_cases import normal
 from on_ranks import common_error, on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -85,39 +86,25 @@ def test_one_process_iterates_as_it_is() -> None:
 def loader_of(rank: int, world_size: int, epoch: int = 0, empty_rank: int | None = None) -> list[dict[str, Tensor]]:
     """Return the batches of a rank: of different sizes, another rank having the most in each epoch."""
     number = 0 if rank == empty_rank else 1 + 2 * ((rank + epoch) % world_size)
-    found = []
-    for index in range(number):
-        generator = torch.Generator().manual_seed(100 * epoch + 10 * rank + index)
-        features = torch.randn(2 + (rank + index) % 3, 4, generator=generator, dtype=torch.float64)
-        found.append({"features": features, "targets": (torch.rand(len(features), generator=generator) < 0.5).long()})
-    return found
+    features = [normal(2 + (rank + index) % 3, 4, seed=100 * epoch + 10 * rank + index) for index in range(number)]
+    return [{"features": rows, "targets": (rows[:, 0] > 0).long()} for rows in features]
 
 
 NONE = {"features": torch.zeros(0, 4, dtype=torch.float64), "targets": torch.zeros(0, dtype=torch.int64)}
-
-
-class Epochs:
-    """A loader whose batches depend on the epoch, which it counts."""
-
-    def __init__(self, rank: int, world_size: int, empty_rank: int | None) -> None:
-        self.arguments, self.epoch, self.empty_rank = (rank, world_size), -1, empty_rank
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self.epoch += 1
-        return iter(loader_of(*self.arguments, self.epoch, self.empty_rank))
 
 
 @pytest.mark.parametrize("empty_rank", [None, 1], ids=["uneven", "one is empty"])
 @on_ranks()
 def test_own_batches_and_then_batches_without_rows(rank: int, empty_rank: int | None) -> None:
     """That a step with a rank without rows is right is in tests/conformance/test_promise.py."""
-    world_size = dist.get_world_size()
-    loader = until_all_end(Epochs(rank, world_size, empty_rank), empty=NONE if empty_rank is not None else None)
+    world_size, batches = dist.get_world_size(), list[Any]()
+    loader = until_all_end(batches, empty=NONE if empty_rank is not None else None)
     for epoch in range(3):
+        batches[:] = loader_of(rank, world_size, epoch, empty_rank)
         numbers = [len(loader_of(other, world_size, epoch, empty_rank)) for other in range(world_size)]
         assert min(numbers) < max(numbers)
         padding = [NONE] * (max(numbers) - numbers[rank])
-        assert same(list(loader), loader_of(rank, world_size, epoch, empty_rank) + padding)
+        assert same(list(loader), batches + padding)
 
 
 class Failing:
