@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -276,21 +277,17 @@ def test_windows_checks_at_the_call(loader: object, size: object, kind: type, te
     assert str(raised.value).startswith(text)
 
 
-class Holder:
-    labels = None
-    target_tokens = torch.tensor([[1, 2, -100], [-100, 4, 5]])
-
-
 def test_count_valid_tokens() -> None:
     labels = torch.tensor([[1, 2, -100], [-100, 4, 5]])
     keys, others = ("labels", "target_tokens"), ("labels", "other")
+    holder = SimpleNamespace(labels=None, target_tokens=labels)  # a micro-batch with attributes
     assert fullrank.count_valid_tokens([{"labels": labels}]) == 3
     assert fullrank.count_valid_tokens([{"labels": labels}], shift=False) == 4
     assert fullrank.count_valid_tokens([{"labels": labels}, {"labels": labels[0]}], ignore_index=2) == 3 + 1
     assert fullrank.count_valid_tokens([{"other": labels}], key="other") == 3
     assert fullrank.count_valid_tokens([{"labels": labels, "other": labels[:1]}, {"other": labels}], key=others) == 6
     assert fullrank.count_valid_tokens([{"other": labels, "labels": None}], key=others) == 3
-    assert fullrank.count_valid_tokens([Holder()], key=keys, shift=(True, False)) == 4
+    assert fullrank.count_valid_tokens([holder], key=keys, shift=(True, False)) == 4
     assert fullrank.count_valid_tokens([]) == 0
     assert fullrank.count_valid_tokens([{"labels": labels[:, :0]}]) == 0
     for given, options, text in (

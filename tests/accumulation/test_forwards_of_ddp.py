@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -153,17 +152,6 @@ def test_the_constructor_broadcasts_what_the_first_forward_would(rank: int) -> N
         assert (constructor.total, forward.total) == ((1, 0) if is_deferred else (0, 1))
 
 
-class Stepping(nn.Module):
-    """Runs a whole window inside the forward of DDP, as Lightning runs ``training_step``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[nn.Module], None]) -> None:
-        run(self.model)
-
-
 def manual_backward(model: DistributedDataParallel, loss: Tensor) -> None:
     """Prepare the reduction of DDP before the backward, as ``manual_backward`` of Lightning does."""
     model.require_forward_param_sync = model.require_backward_grad_sync
@@ -192,7 +180,9 @@ def test_a_rank_that_leaves_out_manual_backward_raises_on_every_rank(
 ) -> None:
     """In a window inside a forward of DDP; the windows around it are exact."""
     inner = Model(buffers=buffers)
-    model, errors, found = DistributedDataParallel(Stepping(inner)), [], ("none", "")
+    stepping = nn.ModuleList([inner])  # runs a whole window inside the forward, as Lightning runs ``training_step``
+    stepping.forward = lambda run: run(inner)
+    model, errors, found = DistributedDataParallel(stepping), [], ("none", "")
     batches, odd = make_window("full", rank), rank == dist.get_world_size() - 1
 
     def window(fault: str, inner: nn.Module) -> None:

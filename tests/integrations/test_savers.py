@@ -31,45 +31,35 @@ pytestmark = [
 SIZE, WIDTH = 16, 4  # rows of a step, columns of the model
 
 
-def pooled(loss: Any, out: Tensor, labels: Tensor) -> Tensor:
-    return loss(out[:, :1], labels[:, None])
-
-
-def labelled(loss: Any, out: Tensor, labels: Tensor) -> Tensor:
-    return loss(out, labels)
-
-
-def paired(loss: Any, out: Tensor, labels: Tensor) -> Tensor:
-    return loss(out[:, :2], out[:, 2:])
-
-
-def ranked(loss: Any, out: Tensor, labels: Tensor) -> Tensor:
-    return loss(out[:, 0], labels, indexes=torch.arange(len(out)) // 8)
-
-
+CALLED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "pooled": lambda loss, out, labels: loss(out[:, :1], labels[:, None]),
+    "labelled": lambda loss, out, labels: loss(out, labels),
+    "paired": lambda loss, out, labels: loss(out[:, :2], out[:, 2:]),
+    "ranked": lambda loss, out, labels: loss(out[:, 0], labels, indexes=torch.arange(len(out)) // 8),
+}
 POOL = {"num_classes": 1, "queue_size": 40, "max_pool_size": 30}
 Make = Callable[[], Any]
-MODULES: dict[str, tuple[Make, Callable[..., Tensor]]] = {
-    "smooth_ap": (lambda: losses.SmoothAPLoss(**POOL), pooled),
-    "recall": (lambda: losses.RecallAtQuantileLoss(**POOL, surrogate="sigmoid"), pooled),
-    "pauc": (lambda: losses.PAUCAtBudgetLoss(**POOL, surrogate="pairwise"), pooled),
-    "ndcg": (lambda: losses.NDCGLoss(), ranked),
-    "info_nce": (lambda: losses.InfoNCELoss(queue_size=40, num_features=2), paired),
-    "info_nce_learned": (lambda: losses.InfoNCELoss(learn_temperature=True, queue_size=40, num_features=2), paired),
-    "sup_con": (lambda: losses.SupConLoss(queue_size=40, num_features=WIDTH), labelled),
-    "retrieval": (lambda: losses.RetrievalSmoothAPLoss(queue_size=40, num_features=WIDTH), labelled),
-    "siglip": (lambda: losses.SigLIPLoss(learn=False), paired),
+MODULES: dict[str, tuple[Make, str]] = {
+    "smooth_ap": (lambda: losses.SmoothAPLoss(**POOL), "pooled"),
+    "recall": (lambda: losses.RecallAtQuantileLoss(**POOL, surrogate="sigmoid"), "pooled"),
+    "pauc": (lambda: losses.PAUCAtBudgetLoss(**POOL, surrogate="pairwise"), "pooled"),
+    "ndcg": (lambda: losses.NDCGLoss(), "ranked"),
+    "info_nce": (lambda: losses.InfoNCELoss(queue_size=40, num_features=2), "paired"),
+    "info_nce_learned": (lambda: losses.InfoNCELoss(learn_temperature=True, queue_size=40, num_features=2), "paired"),
+    "sup_con": (lambda: losses.SupConLoss(queue_size=40, num_features=WIDTH), "labelled"),
+    "retrieval": (lambda: losses.RetrievalSmoothAPLoss(queue_size=40, num_features=WIDTH), "labelled"),
+    "siglip": (lambda: losses.SigLIPLoss(learn=False), "paired"),
     "combined": (
         lambda: losses.CombinedLoss({"ce": losses.BCEWithLogitsLoss(), "ap": losses.SmoothAPLoss(**POOL)}),
-        pooled,
+        "pooled",
     ),
     "warm-up": (
         lambda: losses.LossWarmupWrapper(
             losses.BCEWithLogitsLoss(), losses.SmoothAPLoss(**POOL), 0, 0.5, 0.1, 20, warmup_steps=1, blend_steps=8
         ),
-        pooled,
+        "pooled",
     ),
-    "sharded": (lambda: fullrank.large.ShardedLoss(losses.SmoothAPLoss(1)), pooled),
+    "sharded": (lambda: fullrank.large.ShardedLoss(losses.SmoothAPLoss(1)), "pooled"),
 }
 # One of each kind of state: queue, draws and temperature; a parameter; weights; a schedule.
 KINDS = ("smooth_ap", "info_nce_learned", "combined", "warm-up")
@@ -110,7 +100,7 @@ def model_class() -> Any:
             if isinstance(self.loss_fn, losses.LossWarmupWrapper):
                 self.loss_fn.on_train_batch_start(self.loss_fn.saved_step.item() + 1)
             out = self.net(x)
-            return {"loss": MODULES[self.config.loss][1](self.loss_fn, out, labels), "logits": out}
+            return {"loss": CALLED[MODULES[self.config.loss][1]](self.loss_fn, out, labels), "logits": out}
 
     for made in (Config, Model):  # so that they can be pickled
         made.__qualname__ = made.__name__
