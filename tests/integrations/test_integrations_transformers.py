@@ -89,7 +89,8 @@ def log_of(trainer: Any, name: str) -> list[float]:
 def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, Any]) -> tuple[float, float, float]:
     """Return the errors of parameters, losses and gradient norms after windows of 2, 2 and 1 micro-batches."""
     model, reference = make_model(kind), make_model(kind)
-    rows = pooled_rows() if kind == "bert" else [rename(row) for row in cases.make_tokens(40)]
+    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in cases.make_tokens(40)]
+    rows = pooled_rows() if kind == "bert" else rows
     before, scores = cases.flat(model), lambda tokens: reference(input_ids=tokens).logits
     names = {"model": model, "arguments": make_arguments(folder, **options), "dataset": rows}
     trainer = run_block(recipe, names)["trainer"]
@@ -102,10 +103,6 @@ def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, A
     expected, losses, norms = cases.train(reference, loss, windows, max_norm=1.0)
     logged = cases.worst(log_of(trainer, "loss"), losses), cases.worst(log_of(trainer, "grad_norm"), norms)
     return cases.change(model, before, expected), *logged
-
-
-def rename(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"input_ids": row["tokens"], "labels": row["labels"]}
 
 
 def columns_of(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -122,10 +119,8 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     reference = nn.ModuleList([*encoders[1], learned])
     before = torch.cat([parameter.reshape(-1) for parameter in reference.parameters()]).detach()
 
-    def of_the_page(folder_of_page: str, **rest: Any) -> Any:
-        return make_arguments(folder, **rest)
-
-    names = run_block(DEFINITIONS, {}) | {"TrainingArguments": of_the_page, "pairs": pairs}
+    names = run_block(DEFINITIONS, {}) | {"pairs": pairs}
+    names["TrainingArguments"] = lambda _, **rest: make_arguments(folder, **rest)
     names |= {"image_encoder": encoders[0][0], "text_encoder": encoders[0][1]}
     script = script.replace("learn_temperature=True)", "learn_temperature=True).double()")
     trainer = run_block(script, names)["trainer"]
@@ -184,16 +179,14 @@ def fitted(rank: int, script: str, folder: str) -> None:
 
     def job(place: str, script: str, forgets: bool = False) -> Any:
         dist.barrier()  # the files of the last job are there
-        options = {"eval_on_start": True, "save_only_model": False}
+        options: dict[str, Any] = {"eval_on_start": True, "save_only_model": False}
         found = {**names, "model": make_model("bert"), "train_rows": rows, "val_rows": rows}
         found["loss_fn"] = deepcopy(names["loss_fn"])
-
-        def of_the_page(
-            folder_of_page: str, per_device_train_batch_size: int, learning_rate: float, **rest: Any
-        ) -> Any:
-            return make_arguments(f"{folder}/{place}", **options, **rest)  # small batches, so that windows are uneven
-
-        found["TrainingArguments"] = of_the_page
+        options |= {
+            "per_device_train_batch_size": cases.SIZE,
+            "learning_rate": 0.5,
+        }  # so that windows are uneven
+        found["TrainingArguments"] = lambda _, **rest: make_arguments(f"{folder}/{place}", **rest | options)
         if forgets:
             found["loss_fn"].load_state_dict = lambda *args: None
         return run_block(script, found)["trainer"]
