@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import FORMS
+from loss_cases import FORMS, normal
 from on_ranks import on_ranks
 from subjects import error
 from torch import Tensor
@@ -38,9 +38,7 @@ REFUSED = "expected the rows of this rank, got rows that were gathered already."
 
 
 def own_rows(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    logits = torch.randn(6 + rank, 1, dtype=torch.float64, generator=generator)
-    return logits.requires_grad_(), torch.arange(6 + rank) % 3 % 2
+    return normal(6 + rank, 1, seed=10 * step + rank).requires_grad_(), torch.arange(6 + rank) % 3 % 2
 
 
 def gather_all(rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +223,7 @@ def sum_of(name: str, own: Tensor, rank: int, call: str, backward: str) -> Tenso
 def test_a_sum_that_differs_between_ranks_needs_the_gradients_of_all(rank: int, name: str, call: str) -> None:
     """The local backward leaves out what the other ranks' sums say about the own rows; the value is right."""
     gather.num_with_grad = 0  # as in a new process
-    x = torch.randn(sum(COUNTS), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = normal(sum(COUNTS), 4)
     whole = x.clone().requires_grad_()
     places = torch.arange(len(x))
     total = SUMS[name](whole, whole, places)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_counter import CollectiveCounter
+from loss_cases import normal
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from subjects import whole, with_gradient
@@ -30,8 +31,7 @@ LIMITS = {"float64": 1e-15, "float32": 5e-7, "bfloat16": 2**-8, "float16": 2**-1
 
 def part(rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the gradient of one rank, in tenths: their sums are not exact in half precision."""
-    generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+    return normal(*shape, seed=100 * rank + index).to(dtype)
 
 
 def make_parameters(

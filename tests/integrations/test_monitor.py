@@ -8,6 +8,7 @@ import pytest
 import torch
 from collective_counter import CollectiveCounter
 from gradient_cases import forced
+from loss_cases import normal
 from on_ranks import on_ranks
 from torch import Tensor, nn
 
@@ -21,8 +22,7 @@ CALLS = [([1, 0, 1], [0]), ([0, 0], [0, 0, 0]), ([], [0, 1, 0])]
 
 def rows(rank: int, call: int) -> tuple[Tensor, Tensor]:
     targets = torch.tensor(CALLS[call][min(rank, 1)], dtype=torch.int64)
-    generator = torch.Generator().manual_seed(10 * call + rank)
-    return torch.randn(len(targets), 1, generator=generator).requires_grad_(), targets
+    return normal(len(targets), 1, seed=10 * call + rank).requires_grad_(), targets
 
 
 def seen(monitor: Monitor) -> dict[str, float]:

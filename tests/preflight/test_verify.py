@@ -243,36 +243,27 @@ def test_faults(rank: int) -> None:
         fr.SmoothAPLoss(queue_size=0, group=group)(model(batch[0]), batch[1]).backward()
 
     assert fr.verify_step(with_our_group, model, batch).is_exact  # a group of this package's calls is exchanged
-    odd = {"rows": batch[0], "number": rank}
-    rows: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-        "step: expected a function": (None if rank else global_mean, model, batch, {}),
-        "model: expected a module": (global_mean, None if rank else model, batch, {}),
-        "losses: expected modules": (global_mean, model, batch, {"losses": [model] if rank else [1]}),
-        "a group of its own": (of_group, model, batch, {}),
-        "no wrapped model but the one": (lambda m, b: bce(other, b).backward(), model, batch, {}),
-        "a fault of one rank": (lambda m, b: rank and {}["a fault of one rank"], model, batch, {}),
-        "batch['number']: expected tensors with rows, or the same value": (global_mean, model, odd, {}),
-        "batch[0]: expected tensors that differ in their number of rows": (
-            global_mean,
-            model,
-            (batch[0][:, : 5 + rank], batch[1]),
-            {},
-        ),
-        "build_model=": (global_mean, wrap(Net(), "fsdp"), batch, {}),
-        "expected the model that is trained": (
-            global_mean,
-            wrap(Net(), "fsdp"),
-            batch,
-            {"build_model": lambda: nn.Linear(6, 1)},
-        ),
-        "gives none": (lambda m, b: None, model, batch, {}),
-        "zero_grad": (lambda m, b: (bce(m, b).backward(), m.zero_grad()), model, batch, {}),
-        "infinite": (lambda m, b: (bce(m, b) * math.inf).backward(), model, batch, {}),
-        "out of bounds": (of_one_batch, model, (batch[0], batch[1] + rank), {}),  # rank 0 would wait in the backward
-        "(one micro-batch, world size 1) failed": (two_views, model, [batch[0], batch[0]], {}),
+    odd, narrow = {"rows": batch[0], "number": rank}, (batch[0][:, : 5 + rank], batch[1])
+    sharded = wrap(Net(), "fsdp")
+    rows: dict[str, tuple[Any, dict[str, Any]]] = {
+        "step: expected a function": (None if rank else global_mean, {}),
+        "model: expected a module": (global_mean, {"model": None if rank else model}),
+        "losses: expected modules": (global_mean, {"losses": [model] if rank else [1]}),
+        "a group of its own": (of_group, {}),
+        "no wrapped model but the one": (lambda m, b: bce(other, b).backward(), {}),
+        "a fault of one rank": (lambda m, b: rank and {}["a fault of one rank"], {}),
+        "batch['number']: expected tensors with rows, or the same value": (global_mean, {"batch": odd}),
+        "batch[0]: expected tensors that differ in their number of rows": (global_mean, {"batch": narrow}),
+        "build_model=": (global_mean, {"model": sharded}),
+        "expected the model that is trained": (global_mean, {"model": sharded, "build_model": lambda: nn.Linear(6, 1)}),
+        "gives none": (lambda m, b: None, {}),
+        "zero_grad": (lambda m, b: (bce(m, b).backward(), m.zero_grad()), {}),
+        "infinite": (lambda m, b: (bce(m, b) * math.inf).backward(), {}),
+        "out of bounds": (of_one_batch, {"batch": (batch[0], batch[1] + rank)}),  # rank 0 would wait in the backward
+        "(one micro-batch, world size 1) failed": (two_views, {"batch": [batch[0], batch[0]]}),
     }
-    for text, (step, wrapped, given, options) in rows.items():
-        error = common_error(lambda: fr.verify_step(step, wrapped, given, **options))  # noqa: B023
+    for text, (step, given) in rows.items():
+        error = common_error(lambda: fr.verify_step(step, **{"model": model, "batch": batch} | given))  # noqa: B023
         assert text in error[1], (text, error)
         assert fr.verify_step(global_mean, model, batch).is_exact
 
