@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from batches import all_batches, make_batch, make_window, num_valid, one_process, sum_loss
 from blindfold import Blindfold
+from loss_cases import normal
 from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks
 from subjects import LIMITS, Model, assert_exact, by_hand, error, gradient, reduced, switches, wrap
@@ -153,8 +154,7 @@ def test_switches_after_a_loop_that_was_left_and_is_kept(rank: int, kind: str, d
 
 def make_rows() -> tuple[torch.nn.Linear, list[torch.Tensor]]:
     model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    return model, [torch.randn(size, 2, dtype=torch.float64, generator=generator) for size in (3, 1, 5)]
+    return model, [normal(size, 2, seed=size) for size in (3, 1, 5)]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from batches import Rows, cut, make_rows, part_of, split
 from gradient_cases import Case, OfRows, joined_loss, make_loss, make_step, num_outputs
+from loss_cases import normal
 from on_ranks import on_ranks, slow_but
 from subjects import Model, by_hand, error, gradient, has_gradients, mesh_of, wrap
 from torch import Tensor, nn
@@ -132,10 +133,9 @@ def run_both(
     check_replay: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
     """Return the model after a backward through all graphs, and after pooled_backward; loss and random state agree."""
-    generator = torch.Generator().manual_seed(1)
     sizes, dtype = (5, 9, 7), next(make().parameters()).dtype
-    batches = [torch.randn(size, 7, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
-    targets = (torch.rand(sum(sizes), generator=generator) < 0.4).long().to(device)
+    batches = [normal(size, 7, seed=size).to(device, dtype) for size in sizes]
+    targets = (normal(sum(sizes)) < -0.25).long().to(device)
     loss = fullrank.SmoothAPLoss(1, queue_size=0, temperature=0.5)
 
     def compute(scores: Tensor, given: list[Tensor]) -> Tensor:

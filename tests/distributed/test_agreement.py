@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import LOSSES
+from loss_cases import LOSSES, normal
 from on_ranks import common_error, on_ranks, slow_but
 from torch.utils.checkpoint import checkpoint
 from workers import error_of
@@ -142,9 +142,8 @@ def test_named_losses_in_another_order_raise(rank: int, kind: str, names: list[s
     for odd in (0, dist.get_world_size() - 1, -1):
         losses = [NAMED[kind](name) for name in names]
         for step in range(2):
-            generator = torch.Generator().manual_seed(10 * step + rank)
             form = LOSSES[kind].first
-            heads = torch.randn(2, 6 + rank, form.columns, generator=generator, requires_grad=True)
+            heads = normal(2, 6 + rank, form.columns, seed=10 * step + rank).float().requires_grad_()
             targets = torch.arange(6 + rank) % 3 % 2
             for index in [1, 0] if rank == odd else [0, 1]:
                 given = form.arguments(heads[index], targets)

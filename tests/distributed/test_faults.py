@@ -22,7 +22,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from fault_calls import CALLS, Call
 from faults import Arguments, Fault
-from loss_cases import LOSSES
+from loss_cases import LOSSES, normal
 from on_ranks import common_error, on_ranks, same, slow_but
 from subjects import LIMITS
 from subjects import error as error_to
@@ -253,8 +253,7 @@ def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> 
         loss, alone = make(group=group).double(), make(gather_distributed=False).double()
         counts = [0 if other == empty else 4 + other for other in range(size)]
         for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            parts = torch.randn(sum(counts), 3, dtype=torch.float64, generator=generator).split(counts)
+            parts = normal(sum(counts), 3, seed=step).split(counts)
             of_ranks = [(part.requires_grad_(), torch.arange(len(part)) % 2) for part in map(Tensor.clone, parts)]
             call = partial(loss, **arguments(*of_ranks[rank]))
             if step == failing:

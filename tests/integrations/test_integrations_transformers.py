@@ -17,6 +17,7 @@ import integration_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from loss_cases import normal
 from on_ranks import slow_but
 from pages import blocks, run_block
 from subjects import error, gradient
@@ -111,8 +112,7 @@ def columns_of(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float]:
     """Return the errors of parameters, losses and last temperature for pairs, windows as in ``causal``, in float64."""
-    generator = torch.Generator().manual_seed(3)
-    images, texts = torch.randn(2, 40, 5, generator=generator, dtype=torch.float64)
+    images, texts = normal(2, 40, 5, seed=3)
     pairs = [{"images": image, "texts": text} for image, text in zip(images, texts)]
     encoders = [nn.ModuleList([cases.make_encoder(3), cases.make_encoder(3)]).double() for _ in range(2)]
     learned = fullrank.InfoNCELoss(symmetric=True, learn_temperature=True, gather_distributed=False).double()

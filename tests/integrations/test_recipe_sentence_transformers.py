@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from integration_cases import change, flat, reset_accelerate, train, worst
+from loss_cases import normal
 from on_ranks import gathered, on_ranks
 from pages import blocks, run_block
 from subjects import error
@@ -201,8 +202,7 @@ NUMBERS = torch.arange(12)
 @on_ranks(2)
 def test_rows_without_labels_are_those_of_one_process(rank: int, labels: list[Tensor], is_right: bool) -> None:
     """5 rows on rank 0 and 7 on rank 1."""
-    generator = torch.Generator().manual_seed(1)
-    columns = torch.randn(len(labels), 12, 4, generator=generator, dtype=torch.float64)
+    columns = normal(len(labels), 12, 4, seed=1)
     own = slice(0, 5) if rank == 0 else slice(5, 12)
     encoder, reference = Encoder(), Encoder()
     loss = RetrievalAPLoss(DistributedDataParallel(encoder), 0.1)

@@ -14,7 +14,7 @@ from typing import Any
 import integration_cases as cases
 import pytest
 import torch
-from loss_cases import FORMS
+from loss_cases import FORMS, normal
 from on_ranks import slow_but
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -115,8 +115,7 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 
 def rows(index: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(index)
-    return {"x": torch.randn(SIZE, 8, generator=generator), "labels": (torch.arange(SIZE) % 4 == index % 2).long()}
+    return {"x": normal(SIZE, 8, seed=index).float(), "labels": (torch.arange(SIZE) % 4 == index % 2).long()}
 
 
 def steps(model: Any, *indices: int) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import LENGTH, Batch, halves, make_batch, num_valid, one_process, sum_loss
 from integration_cases import flat as parameters
+from loss_cases import normal
 from meshes import init_device_mesh
 from on_ranks import on_ranks
 from pages import run_block
@@ -231,8 +232,7 @@ def pooled(rank: int, code: str) -> Runs:
     """Training with a pooled loss over windows of 16 micro-batches."""
 
     def rows(of: int) -> list[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(of)
-        drawn = [torch.randn(3 + index % 2, 7, generator=generator, dtype=torch.float64) for index in range(32)]
+        drawn = [normal(3 + index % 2, 7, seed=32 * of + index) for index in range(32)]
         return [(features, (features[:, 0] > 0.5).long()) for features in drawn]
 
     model, reference = wrap(Model(num_outputs=1), "ddp"), Model(num_outputs=1)
