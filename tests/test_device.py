@@ -52,9 +52,6 @@ def test_it_is_as_strict_as_a_device() -> None:
         assert copied.tolist() == [5, 5, 2, 3, 4, 5]
 
 
-# The losses
-
-
 Given = dict[str, torch.Tensor]
 
 

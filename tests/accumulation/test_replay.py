@@ -361,9 +361,6 @@ def test_ddp_buffers_are_those_of_rank_zero_in_both_passes(rank: int) -> None:
     assert model.require_forward_param_sync  # the next forward broadcasts
 
 
-# --- mistakes
-
-
 @on_ranks(2)
 def test_groups_in_every_form(rank: int) -> None:
     """A mistake in front of the loss is that of one rank for groups given in different forms, or found in the model."""

@@ -209,9 +209,6 @@ def test_control_shuffled_batches_lack_a_positive_and_have_few_pairs() -> None:
         assert number in {len(batch.unique()) for (batch,) in loader}
 
 
-# Of both samplers
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_it_resumes_within_an_epoch(name: str) -> None:
     through = SAMPLERS[name]()

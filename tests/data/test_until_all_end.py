@@ -80,9 +80,6 @@ def test_one_process_iterates_as_it_is() -> None:
         assert [id(batch) for batch in loader] == [id(batch) for batch in batches]
 
 
-# Over ranks
-
-
 def loader_of(rank: int, world_size: int, epoch: int = 0, empty_rank: int | None = None) -> list[dict[str, Tensor]]:
     """Return the batches of a rank: of different sizes, another rank having the most in each epoch."""
     number = 0 if rank == empty_rank else 1 + 2 * ((rank + epoch) % world_size)

@@ -20,8 +20,6 @@ from fullrank.distributed.header import Checksum, DeviceCheck, Offer, agree_on
 from fullrank.large import ShardedLoss
 from fullrank.metrics import RecallAtQuantile
 
-# --- agreement ---------------------------------------------------------------------------------------------------
-
 
 def in_warm_up(name: str | None) -> fullrank.LossWarmupWrapper:
     warmup = fullrank.SoftmaxFocalLoss(name=name and f"{name} warm-up")

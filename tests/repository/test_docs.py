@@ -250,9 +250,6 @@ def test_clipping_of_parts(rank: int, kind: str) -> None:
         assert wrong <= LIMIT if code == block else wrong > 0.05
 
 
-# The reference
-
-
 def public_names() -> list[str]:
     """Return the names that the reference must have: of several paths of an object the shortest."""
     names = [f"fullrank.{name}" for name in fullrank.__all__]

@@ -48,9 +48,6 @@ def module(name: str) -> Any:
     return imported(EXAMPLES / f"{name}.py")
 
 
-# The demo
-
-
 @pytest.mark.full
 def test_the_demo_proves_its_gradients_and_compares_its_losses(tmp_path: Path) -> None:
     output = tmp_path / "figures" / "demo.png"
@@ -156,9 +153,6 @@ def test_the_encoder_is_proved_and_resumes(tmp_path: Path) -> None:
     assert "FileNotFoundError: LossState" in run(3).stderr
 
 
-# Accumulation
-
-
 @pytest.mark.full
 def test_exact_accumulation_coincides_and_naive_does_not(tmp_path: Path) -> None:
     """One step of the toy, and paragraphs of a few tokens."""
@@ -176,9 +170,6 @@ def test_exact_accumulation_coincides_and_naive_does_not(tmp_path: Path) -> None
         assert max(naive) <= 1e-12 if number == 1 else min(naive) > 1e-5
     panels = json.loads((tmp_path / "figures" / "curves.json").read_text("utf-8"))
     assert [len(panel["whole"]) for panel in panels] == [2, 2, *[3] * has_transformers, 4]
-
-
-# Clipping
 
 
 @pytest.mark.full
