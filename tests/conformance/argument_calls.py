@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from batches import IGNORED, split
+from batches import IGNORED, own
 from loss_cases import normal
 from on_ranks import gathered
 from torch import Tensor, nn
@@ -55,12 +55,6 @@ def find(name: str) -> Any:
     owner, *method = name.split(".")
     found = next(getattr(room, owner) for room in ROOMS if hasattr(room, owner))
     return getattr(found, method[0]) if method else found
-
-
-def own(*tensors: Tensor) -> list[Tensor]:
-    """Return this rank's rows, of which ranks have different numbers."""
-    counts, rank = split(len(tensors[0]), dist.get_world_size(), 0), dist.get_rank()
-    return [tensor[sum(counts[:rank]) : sum(counts[: rank + 1])] for tensor in tensors]
 
 
 def divisor(given: Mapping[str, Any]) -> int:

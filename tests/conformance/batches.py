@@ -94,6 +94,12 @@ def part_of(rows: R, counts: list[int], index: int) -> R:
     return type(rows)(*(None if tensor is None else tensor[own] for tensor in rows))
 
 
+def own(*tensors: Tensor) -> list[Tensor]:
+    """Return this rank's rows, of which ranks have different numbers."""
+    counts, rank = split(len(tensors[0]), dist.get_world_size(), 0), dist.get_rank()
+    return [tensor[sum(counts[:rank]) : sum(counts[: rank + 1])] for tensor in tensors]
+
+
 LENGTH = 9
 Batch = dict[str, Tensor]
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import own
 from integration_cases import average_precision, change, flat, make_encoder, make_rows
 from on_ranks import on_ranks
 from pages import blocks, output_of, run_block
@@ -28,17 +29,12 @@ SCALER, SKIP, TENSORBOARD, HEADS, SWEEP = blocks("recipes/loop.md")
 STEPS = 20
 
 
-def own(rank: int, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    part = slice(0, 40) if rank == 0 else slice(40, 64)
-    return rows[0][part], rows[1][part]
-
-
 @on_ranks(2)
 def test_a_step_is_skipped_on_all_ranks(rank: int) -> None:
     """A good step is that of one process; a bad one says so and changes nothing."""
     names = run_block(SKIP, {})
     features, targets = make_rows(64)
-    mine = own(rank, (features, targets))
+    mine = own(features, targets)
     network, reference = make_encoder(), make_encoder()
     before = flat(network)
     model = DistributedDataParallel(network)
@@ -68,7 +64,7 @@ def test_mixed_precision(rank: int, is_control: bool) -> None:
         SCALER.replace('torch.autocast("cpu", torch.float16)', 'torch.autocast("cpu", enabled=False)'), {}
     )
     features, targets = make_rows(64)
-    mine = own(rank, (features, targets))
+    mine = own(features, targets)
     # The sum of two halves is rounded elsewhere than the whole.
     for names, limit in ((in_full, 1e-6), (in_half, torch.inf if is_control else 1e-2)):
         network, reference = make_encoder(), make_encoder()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import own
 from integration_cases import make_encoder
 from meshes import init_device_mesh
 from on_ranks import on_ranks
@@ -32,13 +33,6 @@ def make_rows(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(number, 5, generator=generator, dtype=torch.float64)
     return features, (features[:, 0] > 0.4).long()
-
-
-def own_rows(rank: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return this rank's part; the parts differ in size."""
-    size, world_size = len(rows[0]), dist.get_world_size()
-    bounds = [size * r * (r + 1) // (world_size * (world_size + 1)) for r in range(world_size + 1)]
-    return tuple(part[bounds[rank] : bounds[rank + 1]] for part in rows)
 
 
 def smooth_ap(scores: Tensor, targets: Tensor) -> Tensor:
@@ -63,7 +57,7 @@ def batch_dice(scores: Tensor, targets: Tensor) -> Tensor:
 def one_step(rank: int, block: str, loss: str, wrapped: bool = False) -> tuple[float, float]:
     """Return the errors of loss and gradient of a block that takes one step with ``network`` on this rank's rows."""
     rows = make_rows(36)
-    features, targets = own_rows(rank, rows)
+    features, targets = own(*rows)
     network, reference = make_encoder().double(), make_encoder().double()
     mesh = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if dist.get_world_size() == 4 else None
@@ -176,7 +170,7 @@ def test_a_step(rank: int, name: str) -> None:
 @on_ranks(2)
 def test_validation_on_one_rank(rank: int) -> None:
     """The training step after it gathers, and is the first to enqueue."""
-    features, targets = own_rows(rank, make_rows(36))
+    features, targets = own(*make_rows(36))
     network, loss_fn = make_encoder().double(), fullrank.SmoothAPLoss(num_classes=1, temperature=0.1, queue_size=64)
     found = run_block(VALIDATION, {"network": network, "features": features, "targets": targets, "loss_fn": loss_fn})
     assert ("validation_loss" in found) == (rank == 0)
