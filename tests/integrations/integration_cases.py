@@ -20,7 +20,7 @@ from subjects import error, whole
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from fullrank import LossWarmupWrapper
+from fullrank import LossWarmupWrapper, SmoothAPLoss
 
 SIZE = 4  # rows of a micro-batch
 
@@ -63,6 +63,11 @@ def alone(loss_fn: nn.Module) -> Any:
         if hasattr(module, "gather_distributed"):
             module.gather_distributed = False
     return loss_fn
+
+
+def loss_alone() -> nn.Module:
+    """Return the loss of most recipes in one process."""
+    return SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
 
 def average_precision(model: nn.Module, features: Tensor, targets: Tensor) -> float:

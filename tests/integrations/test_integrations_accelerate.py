@@ -15,8 +15,6 @@ from pages import blocks, run_block
 from torch.utils.data import DataLoader
 from workers import WorkerPool
 
-import fullrank
-
 pytestmark = pytest.mark.slow
 
 FRAMEWORK = ["accelerate"]
@@ -37,8 +35,7 @@ def windowed(rank: int, kind: str, recipe: str, options: dict[str, Any]) -> list
     else:
         (features, targets), model, reference = cases.make_rows(48), cases.make_encoder(), cases.make_encoder()
         rows = [{"features": one, "targets": target} for one, target in zip(features, targets)]
-        loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-        loss = cases.of_rows(loss_fn, reference, features, targets)
+        loss = cases.of_rows(cases.loss_alone(), reference, features, targets)
     before = cases.flat(model)
     cases.reset_accelerate()
     accelerator = Accelerator(cpu=True, **options)

@@ -137,8 +137,7 @@ def windowed(rank: int, kind: str, definition: str, options: dict[str, Any]) -> 
         (features, targets), encoder = cases.make_rows(number), cases.make_encoder().double()
         reference = cases.make_encoder().double()
         model, rows = names["WindowRanker"](encoder, 2), TensorDataset(features.double(), targets)
-        loss_fn = fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
-        loss = cases.of_rows(loss_fn, reference, *rows.tensors)
+        loss = cases.of_rows(cases.loss_alone(), reference, *rows.tensors)
     else:
         views = cases.make_rows(2 * number)[0].double().split(number)
         model, rows = names["Contrast"](cases.make_encoder(3), 2).double(), TensorDataset(*views)

@@ -98,7 +98,7 @@ def trained(rank: int, kind: str, recipe: str, folder: str, options: dict[str, A
     loss_fn: Any = cases.token_mean
     if kind == "bert":
         is_scheduled = isinstance(getattr(trainer, "pooled_loss", None), fullrank.LossWarmupWrapper)
-        loss_fn = make_schedule(gather_distributed=False) if is_scheduled else one_process()
+        loss_fn = make_schedule(gather_distributed=False) if is_scheduled else cases.loss_alone()
     windows = [cases.windows_of(40, options.get("gradient_accumulation_steps", 2))] * EPOCHS
     loss = cases.of_rows(loss_fn, scores, *columns_of(rows))
     expected, losses, norms = cases.train(reference, loss, windows, max_norm=1.0)
@@ -133,10 +133,6 @@ def contrasted(rank: int, script: str, folder: str) -> tuple[float, float, float
     found = torch.cat([cases.flat(model.image), cases.flat(model.text), model.logit_scale.detach()])
     last = cases.worst(log_of(trainer, "temperature")[-1:], [learned.temperature])
     return error(found - before, expected - before), cases.worst(log_of(trainer, "loss"), losses), last
-
-
-def one_process() -> Any:
-    return fullrank.SmoothAPLoss(1, queue_size=64, temperature=0.5, gather_distributed=False)
 
 
 def make_schedule(**options: Any) -> fullrank.LossWarmupWrapper:
