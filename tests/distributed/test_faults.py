@@ -237,10 +237,6 @@ KERNELS = {
 }
 
 
-def _lacks_memory(*args: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory")
-
-
 @pytest.mark.parametrize("name", slow_but(["InfoNCE"], BY_PARTS))
 @on_ranks()
 @mock.patch.object(retrieval, "FEWEST_SPLIT", 0)
@@ -257,7 +253,8 @@ def test_a_kernel_that_fails_on_one_rank_raises_on_all(rank: int, name: str) -> 
             of_ranks = [(part.requires_grad_(), torch.arange(len(part)) % 2) for part in map(Tensor.clone, parts)]
             call = partial(loss, **arguments(*of_ranks[rank]))
             if step == failing:
-                with mock.patch.object(module, kernel, _lacks_memory) if rank == odd_rank else nullcontext():
+                lacks_memory = mock.patch.object(module, kernel, side_effect=torch.OutOfMemoryError("no memory"))
+                with lacks_memory if rank == odd_rank else nullcontext():
                     before, (error, text) = _state(loss), common_error(call)
                 assert error == "RuntimeError"
                 assert text == f"{type(loss).__name__} failed on rank {odd_rank}: OutOfMemoryError: no memory"
