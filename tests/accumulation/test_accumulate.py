@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -350,31 +350,21 @@ def test_count_valid_tokens_over_ranks(rank: int) -> None:
     assert error_of(lambda: count_valid_tokens(window, shift=not is_last))[0] == "ValueError"
 
 
-class Watched(torch.autograd.Function):
-    """The identity; notes its contexts, which live as long as its graphs."""
-
-    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        Watched.alive.add(ctx)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 @on_ranks(2)
 def test_no_graph_outlives_its_micro_batch(rank: int) -> None:
     """With sync="each" the step notes what the model has returned."""
-    model, numbers = wrap(Model(), "ddp"), []
-    model.register_forward_hook(lambda module, inputs, output: Watched.apply(output))
+    model, numbers, alive = wrap(Model(), "ddp"), list[int](), weakref.WeakSet[Any]()
+
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        alive.add(hook := partial(torch.clone))
+        output.register_hook(hook)  # which lives as long as the graph
+
+    model.register_forward_hook(watch)
     for step, batch in accumulate(model, [make_batch(rank, 0)] * 3, count_valid_tokens, sync="each"):
         step.backward(sum_loss(model, batch))
-        numbers.append(len(Watched.alive))
+        numbers.append(len(alive))
     gc.collect()
-    assert (numbers[0], len(Watched.alive)) == (1, 0)
+    assert (numbers[0], len(alive)) == (1, 0)
 
 
 STEPPED = "optimizer.step(): expected a call after the last backward of the window, got one before."
