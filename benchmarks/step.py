@@ -58,9 +58,9 @@ FULL = (
 )
 QUICK = (Case(32), Case(32, queue=40), Case(32, 3))
 EMBEDDINGS = (
-    *(("InfoNCELoss", size) for size in (256, 1_024, 4_096)),
-    ("SigLIPLoss", 4_096),
-    *(("SupConLoss", size) for size in (256, 1_024)),
+    *(("InfoNCELoss", size) for size in (64, 256, 1_024, 4_096)),
+    *(("SigLIPLoss", size) for size in (64, 256, 1_024, 4_096)),
+    *(("SupConLoss", size) for size in (64, 256, 1_024)),
     ("RetrievalSmoothAPLoss", 128),
     ("NDCGLoss", 100),
 )
