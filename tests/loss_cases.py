@@ -349,7 +349,8 @@ ROWS = (
         settings={
             rule: {"quantile": q, "temperature": 0.3, "quantile_interpolation": rule}
             for rule, q in (("lower", 0.13), ("higher", 0.1), ("nearest", 0.37), ("midpoint", 0.45))
-        },
+        }
+        | {"detached": {"quantile": 0.3, "temperature": 0.3, "threshold_gradient": False}},
         controls=[{"quantile": 0.34}, {"quantile": 0.2}],
         own={
             "quantile": QUANTILE,
@@ -398,6 +399,7 @@ ROWS = (
         settings={
             "defaults": {},
             "trapezoid_half": {"beta": 0.3, **TRAPEZOID},
+            "detached": {"beta": 0.3, **TRAPEZOID, "threshold_gradient": False},
             "band": {"alpha": 0.05, "beta": 0.8, "tau_scale": "band", **LINEAR, **TRAPEZOID},
             "population": {"beta": 0.6, "budget_basis": "population", "n_knots": 3, **TRAPEZOID},
             "pairwise_band": {"alpha": 0.1, "beta": 0.9, "surrogate": "pairwise", "tau_scale": "band"},

@@ -203,6 +203,7 @@ VALUES: dict[str, Rows] = {
         ("labels", V, [(TOKENS[:, 1:], r"\(1, 7\)"), (TOKENS.to("meta"), "one on meta"), (TOKENS + 3, "3")]),
         ("labels", V, [(TOKENS - 1, "-1. Give padding the label ignore_index")]),
         ("document_ids", V, [({"document_ids": TOKENS[:, 1:], "shift": True}, r"\(1, 7\)")]),
+        ("document_ids", V, [({"document_ids": TOKENS.to("meta"), "shift": True}, "one on meta")]),
         ("document_ids", T, [({"document_ids": TOKENS.double(), "shift": True}, "float64")]),
         ("vocab_size", V, [(5, "5")]),
     ],

@@ -487,6 +487,7 @@ ASSIGNED = [
     (NDCGLoss, "top", 0, 5),
     (NDCGLoss, "gain", "square", "exponential"),
     (RetrievalSmoothAPLoss, "reduction", "avg", "none"),
+    *((kind, "temperature", None, 0.5) for kind in (SupConLoss, InfoNCELoss)),
     (SupConLoss, "queue_size", 8, 0),
     (InfoNCELoss, "queue_size", 8, 0),
     (InfoNCELoss, "temperature", 0.0, 0.5),

@@ -705,12 +705,6 @@ def test_a_scale_that_is_held_on_every_process(rank: int) -> None:
     assert abs(part - of_all) > 1e-2
 
 
-@pytest.mark.parametrize("make", [InfoNCELoss, SupConLoss])
-def test_an_automatic_temperature_raises_where_it_is_assigned(make: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match="temperature: expected a number, got None"):
-        make().temperature = None
-
-
 @pytest.mark.parametrize(("kind", "name"), [("one way", "logit_scale"), ("siglip", "logit_bias")])
 @on_ranks()
 def test_different_scales_and_widths_raise_on_every_process(rank: int, kind: str, name: str) -> None:

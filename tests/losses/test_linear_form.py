@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fullrank
-from fullrank import causal_lm_loss, count_valid_tokens
+from fullrank import causal_lm_loss, count_valid_tokens, token_log_probs
 from fullrank.losses.summed import vocabulary
 
 SIZE, WIDTH = 11, 5  # of the vocabulary and of a hidden state
@@ -88,27 +88,33 @@ def test_value_and_gradients(name: str, has_bias: bool) -> None:
         assert not torch.isclose(define(logits, labels, **others), expected), setting
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    "sum": {"reduction": "sum"},
-    "count": {"num_items": 9},
-    "shifted": {"shift": False},
-    "documents": {"document_ids": torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]])},
-    "ignored": {"ignore_index": 3},
-    "one sequence": {},
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]])
+# Arguments of the loss, and its definition.
+CALLS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": ({"reduction": "sum"}, lambda x, y: by_rows(x, y, 1)),
+    "count": ({"num_items": 7}, lambda x, y: by_rows(x, y, 7)),
+    "shifted": ({"shift": False}, lambda x, y: by_rows(x, y, None, shift=False)),
+    "documents": ({"document_ids": IDS, "reduction": "sum"}, lambda x, y: by_documents(x, y, IDS)),
+    "ignored": ({"ignore_index": 3}, lambda x, y: by_rows(x, y.where(y > 3, -100), None)),
+    "one sequence": ({"reduction": "mean"}, lambda x, y: by_rows(x, y, None)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_arguments_of_the_form_with_logits(name: str) -> None:
+def test_the_arguments_of_both_forms(name: str) -> None:
+    """The control: without the argument."""
     (hidden, weight, _), labels = make()
     if name == "one sequence":
         hidden, labels = hidden[1], labels[1]
     labels = labels.clamp_min(3) if name == "ignored" else labels
-    found = causal_lm_loss(hidden, labels, SIZE, weight=weight, **CALLS[name])
-    expected = causal_lm_loss(hidden @ weight.T, labels, **CALLS[name])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    pairs = [torch.autograd.grad(loss, weight)[0] for loss in (found, expected)]
-    torch.testing.assert_close(*pairs, **LIMIT)
+    (settings, definition), logits = CALLS[name], hidden @ weight.T
+    expected = definition(logits, labels)
+    (wanted,) = torch.autograd.grad(expected, weight, retain_graph=True)
+    linear = causal_lm_loss(hidden, labels, SIZE, weight=weight, **settings)
+    for found in (linear, causal_lm_loss(logits, labels, **settings)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(torch.autograd.grad(found, weight)[0], wanted, **LIMIT)
+    assert torch.isclose(causal_lm_loss(logits, labels), expected) == (name == "one sequence")
 
 
 def test_rows_that_do_not_count_are_not_projected() -> None:
@@ -212,9 +218,10 @@ def largest(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_no_tensor_is_larger_than_a_block_or_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control is the form with logits."""
+    """Of a loss and of log-probabilities. The control is the form with logits."""
     monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
     assert largest(lambda h, y, w: causal_lm_loss(h, y, weight=w, **SETTINGS[name])) == 16 * 2000
+    assert largest(lambda h, y, w: weighted(token_log_probs(h, y, weight=w, **SCORES[name]))) == 16 * 2000
     assert largest(lambda h, y, w: causal_lm_loss(h @ w.T, y, **SETTINGS[name])) >= 300 * 2000
 
 
@@ -250,6 +257,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"labels: expected token indices in \[0, 6\)": lambda: causal_lm_loss(H, Y + 6, weight=W),
     "vocab_size: expected 6": lambda: causal_lm_loss(H, Y, 4, weight=W),
     "hidden: expected a tensor with values": lambda: causal_lm_loss(H.to("meta"), Y, weight=W),
+    r"tokens: expected shape \(2, 3\) for hidden \(\.\.\., T, D\)": lambda: token_log_probs(H, Y[:1], weight=W),
+    r"tokens: .* in \[0, 6\) or ignore_index=-100, got 6": lambda: token_log_probs(H, Y + 6, weight=W),
+    "tokens: expected integer token indices": lambda: token_log_probs(H, Y.float(), weight=W),
+    "temperature: expected a finite number > 0": lambda: token_log_probs(H, Y, weight=W, temperature=0.0),
+    "softcap: expected a finite number > 0": lambda: token_log_probs(H, Y, weight=W, softcap=-1.0),
+    "ignore_index: expected an int": lambda: token_log_probs(H, Y, weight=W, ignore_index=0.5),
 }
 
 
@@ -296,7 +309,7 @@ def test_log_probs_of_tokens(name: str, has_bias: bool) -> None:
     wanted = torch.autograd.grad(weighted(expected), leaves)
     spoiled = hidden.detach().masked_fill((tokens == -100)[..., None], torch.nan).requires_grad_()
     settings = {"weight": weight, "bias": bias if has_bias else None, **SCORES[name]}
-    found = fullrank.token_log_probs(spoiled, tokens, **settings)
+    found = token_log_probs(spoiled, tokens, **settings)
     torch.testing.assert_close(found if "return_entropy" in SCORES[name] else found[None], expected, **LIMIT)
     gradients = torch.autograd.grad(weighted(found), [spoiled, *leaves[1:]], retain_graph=True)
     torch.testing.assert_close([*gradients], [*wanted], **LIMIT)
@@ -306,19 +319,10 @@ def test_log_probs_of_tokens(name: str, has_bias: bool) -> None:
         others = {one: value for one, value in SCORES[name].items() if one != setting}
         assert not torch.allclose(scored(F.linear(hidden, weight, bias), tokens, others), expected), setting
     with torch.no_grad():
-        assert not fullrank.token_log_probs(spoiled, tokens, **settings).requires_grad
-    (gradient,) = torch.autograd.grad(
-        weighted(fullrank.token_log_probs(hidden, tokens, **settings)), hidden, create_graph=True
-    )
+        assert not token_log_probs(spoiled, tokens, **settings).requires_grad
+    (gradient,) = torch.autograd.grad(weighted(token_log_probs(hidden, tokens, **settings)), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="token_log_probs: expected a first derivative, got a second one"):
         gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize("name", ["plain", "entropy"])
-def test_log_probs_take_the_memory_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "LEAST_ROWS", 16)
-    found = largest(lambda h, y, w: weighted(fullrank.token_log_probs(h, y, weight=w, **SCORES[name])))
-    assert found == 16 * 2000
 
 
 def test_log_probs_in_half_precision() -> None:
@@ -327,29 +331,13 @@ def test_log_probs_in_half_precision() -> None:
 
     def outcome(kind: torch.dtype) -> list[Tensor]:
         given = [leaf.detach().to(kind).requires_grad_() for leaf in (hidden, weight)]
-        found = fullrank.token_log_probs(given[0], tokens, weight=given[1])
+        found = token_log_probs(given[0], tokens, weight=given[1])
         return [found.detach(), *torch.autograd.grad(weighted(found), given)]
 
     found, usual = outcome(torch.bfloat16), outcome(torch.float32)
     assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert torch.equal(found[0], usual[0])
     assert all(torch.equal(one, other.bfloat16()) for one, other in zip(found[1:], usual[1:]))
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"tokens": Y[:1]}, r"tokens: expected shape \(2, 3\) for hidden \(\.\.\., T, D\)"),
-        ({"tokens": Y + 6}, r"tokens: expected token indices in \[0, 6\) or ignore_index=-100, got 6"),
-        ({"tokens": Y.float()}, "tokens: expected integer token indices"),
-        ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
-        ({"softcap": -1.0}, "softcap: expected a finite number > 0"),
-        ({"ignore_index": 0.5}, "ignore_index: expected an int"),
-    ],
-)
-def test_log_probs_refuse(given: dict[str, Any], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        fullrank.token_log_probs(**{"hidden": H, "tokens": Y, "weight": W, **given})
 
 
 # A vocabulary that is spread over ranks
@@ -408,13 +396,13 @@ def test_log_probs_of_a_vocabulary_over_ranks(rank: int, name: str) -> None:
     expected = scored(F.linear(hidden, weight, bias), tokens, SCORES[name])
     wanted = torch.autograd.grad(weighted(expected), [hidden, weight, bias])
     parts = hidden.detach().requires_grad_(), spread(weight), spread(bias)
-    found = fullrank.token_log_probs(parts[0], tokens, weight=parts[1], bias=parts[2], **SCORES[name])
+    found = token_log_probs(parts[0], tokens, weight=parts[1], bias=parts[2], **SCORES[name])
     torch.testing.assert_close(found if "return_entropy" in SCORES[name] else found[None], expected, **LIMIT)
     weighted(found).backward()
     for part, gradient in zip(parts, wanted):
         whole = part.grad.full_tensor() if isinstance(part, DTensor) else part.grad
         torch.testing.assert_close(whole, gradient, **LIMIT)
-    alone = fullrank.token_log_probs(hidden, tokens.clamp_max(2), weight=parts[1].to_local()[:3].detach())
+    alone = token_log_probs(hidden, tokens.clamp_max(2), weight=parts[1].to_local()[:3].detach())
     assert not torch.allclose(alone, expected[0])
 
 
@@ -469,7 +457,7 @@ def test_a_padded_vocabulary_has_the_entropy_of_its_words() -> None:
             (hidden.clone().requires_grad_(), weight[:words].clone()),
         )
         bias[-1] = last
-        found = fullrank.token_log_probs(leaves[0], tokens, weight=leaves[1], bias=bias, return_entropy=True)
+        found = token_log_probs(leaves[0], tokens, weight=leaves[1], bias=bias, return_entropy=True)
         outcomes.append(torch.cat([*found, *torch.autograd.grad(found.square().sum(), leaves[0])[0]]))
     torch.testing.assert_close(outcomes[1], outcomes[0], **LIMIT)
     assert not torch.allclose(outcomes[2], outcomes[0], rtol=1e-3)
@@ -501,10 +489,10 @@ def test_ranks_that_share_a_vocabulary_raise_together(rank: int, verb: str) -> N
 # The form with logits, token by token
 
 
-def make_logits(shape: tuple[int, ...] = (3, 7), dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def make_logits(shape: tuple[int, ...] = (3, 7)) -> tuple[Tensor, Tensor]:
     """Return logits (*shape, V) and labels, some of them ignored."""
     generator = torch.Generator().manual_seed(len(shape))
-    logits = torch.randn(*shape, SIZE, dtype=torch.float64, generator=generator).to(dtype)
+    logits = torch.randn(*shape, SIZE, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, SIZE, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 0.3] = -100
     return logits.requires_grad_(), labels
@@ -540,28 +528,6 @@ def test_each_token_counts(shape: tuple[int, ...], num_items: Tensor | float | N
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_the_sum_has_the_bits_of_one_item() -> None:
-    logits, labels = make_logits()
-    loss, other = causal_lm_loss(logits, labels, reduction="sum"), causal_lm_loss(logits, labels, num_items=1)
-    assert torch.equal(loss, other)
-    assert torch.equal(*(torch.autograd.grad(one, logits)[0] for one in (loss, other)))
-    assert torch.equal(causal_lm_loss(logits, labels, reduction="mean"), causal_lm_loss(logits, labels))
-
-
-def test_the_logits_at_the_last_token_get_no_gradient() -> None:
-    logits, labels = make_logits()
-    causal_lm_loss(logits, labels).backward()
-    assert logits.grad[:, -1].abs().max() == 0
-    assert (logits.grad[:, :-1].abs().amax(dim=-1) > 0).equal(labels[:, 1:] != -100)
-
-
-def test_another_ignore_index() -> None:
-    logits, labels = make_logits()
-    padded = torch.where(labels == -100, 0, labels)
-    expected = by_rows(logits, torch.where(padded == 0, -100, padded), None)
-    torch.testing.assert_close(causal_lm_loss(logits, padded, ignore_index=0), expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.uint8])
 def test_labels_of_any_integer_dtype(kind: torch.dtype) -> None:
     logits, labels = make_logits()
@@ -579,25 +545,13 @@ def by_documents(logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
     return total
 
 
-IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
-
-
 def test_no_document_predicts_the_next() -> None:
-    logits, labels = make_logits()
-    loss = causal_lm_loss(logits, labels, reduction="sum", document_ids=IDS)
-    torch.testing.assert_close(loss, by_documents(logits, labels, IDS), rtol=1e-12, atol=0)
-    assert not torch.isclose(loss, causal_lm_loss(logits, labels, reduction="sum")), "the control: across the borders"
-    count = count_valid_tokens([{"labels": labels, "ids": IDS}], document_ids_key="ids")
-    torch.testing.assert_close(causal_lm_loss(logits, labels, document_ids=IDS) * count, loss, rtol=1e-12, atol=0)
-    assert count < count_valid_tokens([{"labels": labels}])
-
-
-def test_document_ids_on_another_device(device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("there is no other device")
-    logits, labels = make_logits()
-    with pytest.raises(ValueError, match="document_ids: expected a tensor on"):
-        causal_lm_loss(logits.to(device), labels.to(device), document_ids=IDS)
+    (hidden, weight, _), labels = make()
+    given = {"labels": labels, "document_ids": IDS}
+    count = count_valid_tokens([given], document_ids_key="document_ids")
+    loss = causal_lm_loss(hidden @ weight.T, reduction="sum", **given)
+    torch.testing.assert_close(causal_lm_loss(hidden @ weight.T, **given) * count, loss, rtol=1e-12, atol=0)
+    assert count < count_valid_tokens([given])
 
 
 def test_the_call_of_transformers() -> None:

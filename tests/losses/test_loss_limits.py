@@ -15,8 +15,6 @@ from loss_cases import IGNORED
 from sklearn.metrics import average_precision_score, recall_score, roc_curve
 from torch import Tensor
 
-from fullrank import SmoothAPLoss
-from fullrank.kernels.smooth_ap.sums import smooth_ap_sums
 from fullrank.losses import pauc_at_budget, recall_at_quantile, smooth_ap
 
 FORMS = {"binary": (1500, 1), "classes": (400, 4), "multi_hot": (300, 5), "multi_hot with ignored elements": (300, 5)}
@@ -133,28 +131,3 @@ def test_small_temperatures_give_the_macro_metric(name: str, form: str) -> None:
             assert abs(macro(name, scores, targets, ones, every_element=True)[0] - expected) > 1e-2
     elif name.endswith("0.1-0.4") and form == "binary":
         assert abs(macro(name.replace("0.1-0.4", "0.0-1.0"), scores, targets, ones)[0] - found[-1]) > 2 * limit
-
-
-@pytest.mark.parametrize("method", ["module", "direct", "binned", "plain"])
-def test_weighted_rows_give_the_weighted_average_precision(method: str) -> None:
-    """Of scikit-learn, which is that of rows given as often as their weight says."""
-    scores, targets = make_rows("binary", 0)
-    drawn = torch.randint(0, 5, (len(scores),), generator=torch.Generator().manual_seed(0)).double()
-    thinned = torch.where(targets == 1, 1.0, 10.0).double()
-    columns = scores.t().contiguous(), targets[None] == 1
-    for weight in (drawn, thinned):
-        expected = average_precision_score(targets, scores, sample_weight=weight)
-        copies = weight.long()
-        repeated = [values.repeat_interleave(copies, dim=0).numpy() for values in (scores[:, 0], targets)]
-        assert average_precision(*repeated) == pytest.approx(expected, abs=1e-12)
-        for factor in (1.0, 3.7, 1e300):
-            if method == "module":
-                found = SmoothAPLoss(1, temperature=1 / 15)(scores, targets, sample_weight=factor * weight)
-            else:
-                kept = None if (weight > 0).all() else (weight > 0)[None]
-                positive = columns[1] if kept is None else columns[1] & kept
-                found, _ = smooth_ap_sums(columns[0], positive, kept, weight, 1 / 15, method, key_weight=weight)
-            assert 1 - found.item() == pytest.approx(expected, abs=1e-6)
-        # The controls: no weights, and those of the positives alone.
-        for wrong in ({}, {"sample_weight": weight, "weighting": "positives"}):
-            assert abs(1 - smooth_ap(scores, targets, 1 / 15, **wrong).item() - expected) > 1e-3

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from reference import Rows
-from sklearn.metrics import average_precision_score
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,7 +23,6 @@ from fullrank.kernels.costs import TABLE
 from fullrank.losses import pauc_at_budget, retrieval_smooth_ap, smooth_ap
 from fullrank.losses.embeddings import retrieval
 from fullrank.losses.pooled.pool import query_blocks
-from fullrank.metrics import PAUCAtBudget
 
 IGNORED = -100
 
@@ -84,81 +82,58 @@ over_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 # --- rows grouped by indexes -----------------------------------------------------------------------------------------
 
 
+OF_AREAS = fullrank.PAUCAtBudgetLoss, pauc_at_budget, reference.pauc_of_queries
+# A module, its function, its definition, and the settings of all three.
+KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "ap": (fullrank.SmoothAPLoss, smooth_ap, reference.smooth_ap_of_queries, {"temperature": 0.3}),
+    "auc": (*OF_AREAS, {"beta": 1.0, "surrogate": "pairwise", "temperature": 0.3}),
+    "band": (*OF_AREAS, {"alpha": 0.1, "beta": 0.7, "surrogate": "pairwise", "tau_scale": "band"}),
+    "knots": (
+        *OF_AREAS,
+        {"alpha": 0.1, "beta": 0.9, "surrogate": "trapezoid", "n_knots": 3, "budget_basis": "population"},
+    ),
+    "dro": (*OF_AREAS, {"beta": 0.5}),
+    "dro iqr": (*OF_AREAS, {"dro_lambda": 0.3, "tau_scale": "iqr"}),
+}
+OF_QUERIES = [(kind, True, "none") for kind in KINDS]
+OF_QUERIES += [("ap", False, "mean"), ("ap", True, "sum"), ("ap", True, "mean")]
+OF_QUERIES += [("auc", False, "mean"), ("band", True, "sum"), ("dro", True, "mean")]
+
+
 @pytest.mark.parametrize(
-    ("weighted", "reduction", "device"),
-    cases.on_devices([(False, "mean"), (True, "none"), (True, "sum"), (True, "mean")], [(True, "none")]),
+    ("kind", "weighted", "reduction", "device"),
+    cases.on_devices(OF_QUERIES, [OF_QUERIES[0], *OF_QUERIES[3:5]]),
     indirect=["device"],
 )
-def test_queries_equal_the_reference(weighted: bool, reduction: str, device: torch.device) -> None:
-    for seed in range(2 if reduction == "none" else 1):
-        rows, indexes = make_queries(seed, weighted=weighted)
-        twin = cases.leaf(rows)
-        rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
-        expected = reference.smooth_ap_of_queries(twin, indexes, temperature=0.3, reduction=reduction)
-        options = {"indexes": indexes.to(device), "sample_weight": rows.sample_weight}
-        module = fullrank.SmoothAPLoss(1, temperature=0.3, reduction=reduction)
-        found = module(rows.logits, rows.targets, return_per_class=True, **options)
-        assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
-        assert torch.equal(found.valid.cpu(), expected.valid)
-        assert int(expected.valid.sum()) < 12  # some are not valid
-        theirs = cases.gradient(expected.loss, twin.logits)
-        assert bool(theirs.any())
-        for loss in (found.loss, smooth_ap(rows.logits, rows.targets, 0.3, reduction, **options)):
-            assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
-            assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
-
-
-AREAS: dict[str, dict[str, Any]] = {
-    "auc": {"beta": 1.0, "surrogate": "pairwise", "temperature": 0.3},
-    "band": {"alpha": 0.1, "beta": 0.7, "surrogate": "pairwise", "tau_scale": "band"},
-    "knots": {"alpha": 0.1, "beta": 0.9, "surrogate": "trapezoid", "n_knots": 3, "budget_basis": "population"},
-    "dro": {"beta": 0.5},
-    "dro iqr": {"dro_lambda": 0.3, "tau_scale": "iqr"},
-}
-
-
-OF_AREAS = [(area, True, "none") for area in AREAS]
-OF_AREAS += [("auc", False, "mean"), ("band", True, "sum"), ("dro", True, "mean")]
-
-
-@pytest.mark.parametrize(
-    ("area", "weighted", "reduction", "device"), cases.on_devices(OF_AREAS, OF_AREAS[2:4]), indirect=["device"]
-)
-def test_areas_of_queries_equal_the_reference(area: str, weighted: bool, reduction: str, device: torch.device) -> None:
-    """With a mask of iid rows too. The control: the rows in one pool."""
+def test_queries_equal_the_reference(kind: str, weighted: bool, reduction: str, device: torch.device) -> None:
+    """Those of areas with a mask of iid rows too. The control: the rows in one pool."""
+    make, function, define, settings = KINDS[kind]
     rows, indexes = make_queries(weighted=weighted)
-    rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3 if weighted else None)
+    if weighted and kind != "ap":
+        rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3)
     twin = cases.leaf(rows)
     rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
-    expected = reference.pauc_of_queries(twin, indexes, reduction=reduction, **AREAS[area])
-    options: dict[str, Any] = {"iid_mask": rows.iid_mask, "sample_weight": rows.sample_weight}
-    module = fullrank.PAUCAtBudgetLoss(1, reduction=reduction, **AREAS[area])
-    queries = indexes.to(device)
-    found = module(rows.logits, rows.targets, return_per_class=True, indexes=queries, **options)
+    expected = define(twin, indexes, reduction=reduction, **settings)
+    options: dict[str, Any] = {"sample_weight": rows.sample_weight}
+    options |= {} if kind == "ap" else {"iid_mask": rows.iid_mask}
+    of_queries = {**options, "indexes": indexes.to(device)}
+    module = make(1, reduction=reduction, **settings)
+    shows = {} if kind == "ap" else {"return_diagnostics": True}
+    found = module(rows.logits, rows.targets, return_per_class=True, **of_queries, **shows)
     assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
     assert torch.equal(found.valid.cpu(), expected.valid)
+    assert int(expected.valid.sum()) < 12  # some are not valid
+    assert kind == "ap" or {value.shape for value in found.stats.values()} == {(14,)}
+    assert kind != "dro" or len(module.current_hardness) == 14
     theirs = cases.gradient(expected.loss, twin.logits)
     assert bool(theirs.any())
-    options |= {"reduction": reduction, **AREAS[area]}
-    for loss in (found.loss, pauc_at_budget(rows.logits, rows.targets, indexes=queries, **options)):
+    alone, in_queries = (
+        function(rows.logits, rows.targets, reduction=reduction, **given, **settings) for given in (options, of_queries)
+    )
+    for loss in (found.loss, in_queries):
         assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
         assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
-    alone = pauc_at_budget(rows.logits, rows.targets, **options)
     assert reduction == "none" or abs(float(alone.detach()) - float(expected.loss.detach())) > 1e-3
-
-
-def test_small_temperatures_give_the_auc_of_each_query() -> None:
-    """With the hardness and the diagnostics of each query, as the metric counts the queries."""
-    rows, indexes = make_queries()
-    loss = fullrank.PAUCAtBudgetLoss(1, beta=1.0, surrogate="pairwise", temperature=1e-6)
-    found = loss(rows.logits, rows.targets, return_diagnostics=True, indexes=indexes)
-    metric = PAUCAtBudget(beta=1.0)
-    metric.update(rows.logits, rows.targets, indexes=indexes)
-    assert_close(1 - found.loss, metric.compute(), rtol=1e-12, atol=0.0)
-    assert {value.shape for value in found.stats.values()} == {(14,)}
-    soft = fullrank.PAUCAtBudgetLoss(1, beta=0.5)
-    soft(rows.logits, rows.targets, indexes=indexes)
-    assert len(soft.current_hardness) == 14
 
 
 def test_controls_of_queries() -> None:
@@ -198,28 +173,6 @@ def test_nan_poisons_its_own_query() -> None:
     assert values[place].isnan()
     total = smooth_ap(poisoned, targets, 0.3, "none", indexes=indexes)[others].nansum()
     assert torch.autograd.grad(total, poisoned)[0][indexes != indexes[first]].isfinite().all()
-
-
-def test_small_temperatures_give_the_average_precision_of_scikit_learn_and_torchmetrics() -> None:
-    from torchmetrics.retrieval import RetrievalMAP  # slow to import, and the workers import this file
-
-    (_, targets, *_), indexes = make_queries(3)
-    noise = torch.randn(targets.numel(), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    scores = (noise + 0.7 * targets.clamp_min(0)).argsort().argsort().double()  # of step 1, no two alike
-    values = smooth_ap(scores[:, None], targets, 0.01, "none", indexes=indexes)  # a sigmoid is 0 or 1 within exp(-100)
-    for index, value in zip(indexes.unique(), values):
-        rows = (indexes == index) & (targets != IGNORED)
-        if value.isnan():
-            assert rows.sum() == 0 or targets[rows].unique().numel() == 1
-        else:
-            expected = average_precision_score(targets[rows].numpy(), scores[rows].numpy())
-            assert_close(1 - value.item(), expected, rtol=1e-12, atol=0)
-    metric = RetrievalMAP(empty_target_action="skip", ignore_index=IGNORED)
-    # torchmetrics counts a query without a negative as 1 where the loss leaves it out.
-    mixed = torch.isin(indexes, indexes.unique()[~values.isnan()])
-    metric.update(scores[mixed], targets[mixed], indexes[mixed])
-    loss = smooth_ap(scores[:, None], targets, 0.01, indexes=indexes)
-    assert_close(1 - loss.item(), metric.compute().item(), rtol=0, atol=1e-6)  # the metric is float32
 
 
 def test_a_call_with_indexes_neither_reads_nor_fills_the_queue() -> None:

@@ -17,6 +17,7 @@ from on_ranks import common_error, on_ranks
 from pages import blocks
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map_only
 
 from fullrank import InfoNCELoss, RowLoss
 from fullrank.kernels.costs import TABLE
@@ -71,11 +72,11 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def draw(name: str, step: int, rank: int, count: int, further: int) -> Given:
-    seeds = itertools.count(1000 * step + 100 * rank)
+def draw(name: str, step: int, count: int = 7, further: int = 5) -> Given:
+    seeds = itertools.count(1000 * step)
     given: Given = {part: normal(count, 4, seed=next(seeds)) for part in ("queries", "keys")}
     given["negatives"] = normal(further, 4, seed=next(seeds))
-    given["sample_weight"] = torch.arange(count) + 0.5 + rank
+    given["sample_weight"] = torch.arange(count) + 0.5
     given["offsets"] = tuple(normal(size, seed=next(seeds)).detach() for size in (count, further))
     if name == "soft_targets":
         given["mask"] = tuple(normal(size, 3, seed=next(seeds)).detach() for size in (count, count, further))
@@ -85,74 +86,44 @@ def draw(name: str, step: int, rank: int, count: int, further: int) -> Given:
     return given
 
 
-def by_rows(name: str, parts: list[Given], temperature: Tensor) -> Tensor:
-    """Return the weighted mean over the queries of all ranks, in loops."""
-    queries, keys, negatives = (
-        F.normalize(torch.cat([part[key] for part in parts]), dim=1) for key in ("queries", "keys", "negatives")
-    )
-    weight = torch.cat([part["sample_weight"] for part in parts]).double()
-    candidates = torch.cat([keys, negatives])
-    offsets = torch.cat([part["offsets"][place] for place in range(2) for part in parts])
-    total = 0.0 * (queries.sum() + candidates.sum()) + 0.0 * temperature
+def by_rows(name: str, given: Given, temperature: Tensor) -> Tensor:
+    """Return the weighted mean over the queries, in loops."""
+    queries, keys, negatives = (F.normalize(given[key], dim=1) for key in ("queries", "keys", "negatives"))
+    weight, candidates = given["sample_weight"].double(), torch.cat([keys, negatives])
+    offsets, total = torch.cat(given["offsets"]), torch.zeros((), dtype=torch.float64)
     for i, query in enumerate(queries):
         scores = [query @ row / temperature + added for row, added in zip(candidates, offsets)]
         guide, shares = [0.0] * len(scores), [False] * len(scores)
-        if "mask" in parts[0]:
-            first, second, third = (torch.cat([part["mask"][place] for part in parts]) for place in range(3))
-            guide = [float(F.cosine_similarity(first[i], row, dim=0)) for row in torch.cat([second, third])]
-        if "columns" in parts[0]:
-            labels = torch.cat([part["columns"]["labels"][place] for place in range(2) for part in parts])
+        if "mask" in given:
+            first, *others = given["mask"]
+            guide = [float(F.cosine_similarity(first[i], row, dim=0)) for row in torch.cat(others)]
+        if "columns" in given:
+            labels = torch.cat(given["columns"]["labels"])
             shares = [bool((labels[i] & row).any()) for row in labels]
         total = total + weight[i] * textbook(name, scores, i, guide, shares)
     return total / weight.sum()
 
 
-def compare(name: str, device: Any = "cpu") -> None:
-    """Compare three steps with the loops: uneven ranks, a step with a rank without rows, blocks of three queries."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    loss = RowLoss(example(name), temperature=TEMPERATURE, learn_temperature=True).double().to(device)
-    for step in range(3):
-        counts = [
-            (7, 5) if size == 1 else (0, 2) if (step, other) == (1, 0) else (3 + other, 4 - other)
-            for other in range(size)
-        ]
-        parts = [draw(name, step, other, *numbers) for other, numbers in enumerate(counts)]
-        scale = loss.logit_scale.detach().cpu().clone().requires_grad_()
-        expected = by_rows(name, parts, 1 / scale.exp()).reshape(())
-        with pytest.MonkeyPatch.context() as patch:
-            if step == 2:
-                patch.setattr(embeddings_base, "FEWEST_ANCHORS", 3)
-                kind = torch.device(device).type
-                patch.setitem(TABLE, kind, TABLE.get(kind, TABLE["accelerator"])._replace(similarities_at_once=1))
-            value = loss(**moved(parts[rank], device))
-        assert_close(value.cpu(), expected, **EXACT)
-        leaves = [parts[rank][key] for key in ("queries", "keys", "negatives")]
-        found = torch.autograd.grad(value, [*leaves, loss.logit_scale])
-        right = torch.autograd.grad(expected, [*leaves, scale], retain_graph=True)
-        for place, (ours, theirs) in enumerate(zip(found, right)):
-            assert_close(ours.cpu(), theirs * (size if place < 3 else 1), **EXACT)
-        # The controls: another example, and the weighted rows of this rank alone.
-        other = EXAMPLES[EXAMPLES.index(name) - 1]
-        assert abs(by_rows(other, parts, 1 / scale.exp()) - expected) > 1e-3
-        if size > 1 and counts[rank][0]:
-            assert abs(by_rows(name, parts[rank : rank + 1], 1 / scale.exp()) - expected) > 1e-3
-
-
-def moved(given: Given, device: Any) -> Given:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda rows: rows.to(device), given)
-
-
 @pytest.mark.parametrize(
     ("name", "device"), on_devices([(name,) for name in EXAMPLES], [("several_labels",)]), indirect=["device"]
 )
-def test_an_example_of_one_process_is_its_textbook_loop(name: str, device: torch.device) -> None:
-    compare(name, device)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-@on_ranks()
-def test_an_example_over_ranks_is_its_textbook_loop(rank: int, name: str) -> None:
-    compare(name)
+def test_an_example_is_its_textbook_loop(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in blocks of three queries; test_contrast.py has ranks. The control: another example."""
+    loss = RowLoss(example(name), temperature=TEMPERATURE, learn_temperature=True).double().to(device)
+    for step in range(2):
+        given, scale = draw(name, step), loss.logit_scale.detach().cpu().clone().requires_grad_()
+        expected = by_rows(name, given, 1 / scale.exp())
+        value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), given))
+        assert_close(value.cpu(), expected.reshape(()), **EXACT)
+        leaves = [given[key] for key in ("queries", "keys", "negatives")]
+        found = torch.autograd.grad(value, [*leaves, loss.logit_scale])
+        for ours, theirs in zip(found, torch.autograd.grad(expected, [*leaves, scale], retain_graph=True)):
+            assert_close(ours.cpu(), theirs, **EXACT)
+        other = EXAMPLES[EXAMPLES.index(name) - 1]
+        assert abs(by_rows(other, given, 1 / scale.exp()) - expected) > 1e-3
+        monkeypatch.setattr(embeddings_base, "FEWEST_ANCHORS", 3)
+        costs = TABLE.get(device.type, TABLE["accelerator"])
+        monkeypatch.setitem(TABLE, device.type, costs._replace(similarities_at_once=1))
 
 
 def compare_gist() -> None:

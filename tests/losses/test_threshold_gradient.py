@@ -44,22 +44,6 @@ def imbalance(gradient: Tensor) -> Tensor:
     return gradient.sum(dim=0).abs() / gradient.abs().sum(dim=0)
 
 
-@pytest.mark.parametrize("queued", [0, 300])
-@over_settings
-def test_the_value_stays_and_live_gradients_add_up_to_zero(setting: str, queued: int) -> None:
-    loss_name, options = SETTINGS[setting]
-    steps = {}
-    for flag in (True, False):
-        loss = POOLED[loss_name].module(2, queue_size=queued, multi_hot=True, threshold_gradient=flag, **options)
-        # Half of the queue is positives, which have slopes but no gradient.
-        with torch.no_grad():
-            loss(normal(300, 2, seed=1), (normal(300, 2, seed=2) > 0).long())
-        steps[flag] = step(loss, normal(60, 2), (normal(60, 2, seed=3) > 1).long())
-    assert torch.equal(steps[True][0], steps[False][0])
-    assert bool((imbalance(steps[True][1]) <= 1e-12).all())
-    assert bool((imbalance(steps[False][1]) > 0.99).all())  # control: detached, all scores rise together
-
-
 @over_settings
 def test_gradients_of_many_rows_add_up_to_zero(setting: str) -> None:
     """Sums of this size are computed by bins where that is faster."""
