@@ -13,10 +13,10 @@ from loss_cases import FORMS, NAN, draw, normal, step
 from reference import Rows
 from torch import Tensor
 
-from fullrank import PAUCAtBudgetLoss, RetrievalSmoothAPLoss, SmoothAPLoss
+from fullrank import PAUCAtBudgetLoss, RetrievalSmoothAPLoss
 from fullrank.kernels import spread as spreads
 from fullrank.kernels.spread import evenly_spaced, spread_of, standardized
-from fullrank.losses import retrieval_smooth_ap, smooth_ap
+from fullrank.losses import retrieval_smooth_ap
 
 AUTOMATIC = {
     name: form
@@ -102,17 +102,6 @@ def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
 def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
     """Return the function at a temperature that is a number."""
     return lambda logits, targets: FORMS[name].call()(logits, targets, temperature=temperature)
-
-
-def test_queries_share_the_spread_of_all_rows() -> None:
-    logits, targets = draw(60)
-    indexes = torch.arange(60) % 7
-    ours = smooth_ap(logits, targets, indexes=indexes)
-    wanted = reference.smooth_ap_of_queries(Rows(logits, targets), indexes).loss
-    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
-    used = SmoothAPLoss(1, queue_size=0)
-    torch.testing.assert_close(used(logits, targets, indexes=indexes), wanted, rtol=1e-12, atol=0)
-    assert used.current_temperature == 0.1 * spread_of(logits.t(), None)
 
 
 # --- scale and shift -------------------------------------------------------------------------------------------------

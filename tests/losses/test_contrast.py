@@ -306,14 +306,18 @@ DIRECTED: dict[str, Given] = {  # options of InfoNCELoss, and after a dash what 
 }
 
 
-def by_query(given: Given, whose: list[int], settings: Given, temperature: Any) -> Tensor:
-    """Return what the losses of sentence-transformers compute, query by query; ``whose`` are the negatives' queries."""
+def by_query(given: Given, whose: list[int], settings: Given, temperature: Any, held: Tensor = NO_ROWS[0]) -> Tensor:
+    """Return what the losses of sentence-transformers compute, query by query; ``whose`` are the negatives' queries.
+
+    Rows of a queue are documents of no query here, and so no hard negatives; they have no guide.
+    """
     queries, keys, negatives = (unit(given[name]) for name in ("queries", "keys", "negatives"))
-    places, docs = range(len(keys)), [*enumerate(keys), *zip(whose, negatives)]
+    places, docs = range(len(keys)), [*enumerate(keys), *zip(whose, negatives), *((-1, row) for row in held)]
     guides = [*map(unit, given["mask"])] if "mask" in given else None
     labels = given["labels"].tolist() if "labels" in given else [-100] * len(keys)
     of_docs = labels + (given["negative_labels"].tolist() if "labels" in given else [-100] * len(whose))
-    added = torch.cat(given["offsets"]) if "offsets" in given else torch.zeros(len(docs))
+    of_docs += [-100] * len(held)
+    added = torch.cat([*given.get("offsets", (torch.zeros(len(keys) + len(whose)),)), torch.zeros(len(held))])
     directions, strength = settings.get("directions", ALL_WAYS[:1]), settings.get("hardness_strength", 0.0)
     mode = str(settings.get("hardness_mode"))
     if settings.get("symmetric"):
@@ -331,7 +335,7 @@ def by_query(given: Given, whose: list[int], settings: Given, temperature: Any) 
                     continue
                 label = of_docs[place] if second == "doc" else labels[place]
                 similar = False
-                if guides:
+                if guides and owner >= 0:
                     of_row = torch.cat(guides[1:])[place] if second == "doc" else guides[0][place]
                     similar = bool(guides[first == "doc"][i] @ of_row > least)
                 if not is_key and (similar or label == labels[i] != -100):
@@ -355,11 +359,11 @@ def by_query(given: Given, whose: list[int], settings: Given, temperature: Any) 
 def compare_options(name: str, device: Any = "cpu") -> None:
     """Three steps: a rank without rows in the second, other numbers of negatives, blocks of two queries in the last.
 
-    The controls are the loss without the options, and that of this rank's rows alone.
+    With a queue where it may be. The controls are the loss without each option, and that of this rank's rows alone.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    settings = DIRECTED[name]
-    loss = InfoNCELoss(0.2, learn_temperature=True, **settings).double().to(device)
+    settings, held, queue_size = DIRECTED[name], NO_ROWS[0], 8 * ("directions" not in DIRECTED[name])
+    loss = InfoNCELoss(0.2, learn_temperature=True, queue_size=queue_size, **settings).double().to(device)
     names = ["negatives", "weight", *[part for part in ("mask", "offsets") if part in name]]
     names += ["labels", "negative_labels"] * ("labels" in name)
     effects: dict[str, float] = {}
@@ -375,7 +379,7 @@ def compare_options(name: str, device: Any = "cpu") -> None:
             for _ in range(1 + (step + each) % 2)
         ]
         given, scale = joined(parts), loss.logit_scale.detach().cpu().clone().requires_grad_()
-        expected = by_query(given, whose, settings, 1 / scale.exp())[0]
+        expected = by_query(given, whose, settings, 1 / scale.exp(), held)[0]
         each = parts[rank]
         call = {**each, "negatives": each["negatives"].reshape(len(each["keys"]), 1 + (step + rank) % 2, 4)}
         with pytest.MonkeyPatch.context() as patch:
@@ -391,12 +395,14 @@ def compare_options(name: str, device: Any = "cpu") -> None:
             assert_close(found[place].cpu(), (size if place < 3 else 1) * slope, **EXACT)
         for left in settings:
             other = {option: kept for option, kept in settings.items() if option != left}
-            effect = abs(by_query(given, whose, other, 1 / scale.exp()) - expected)
+            effect = abs(by_query(given, whose, other, 1 / scale.exp(), held) - expected)
             effects[left] = max(effects.get(left, 0.0), effect.item())
         if 0 < counts[rank] < sum(counts):
             alone = [sum(counts[:rank]) <= owner < sum(counts[: rank + 1]) for owner in whose]
             of_rank = [owner - sum(counts[:rank]) for owner, is_own in zip(whose, alone) if is_own]
-            assert abs(by_query(each, of_rank, settings, 1 / scale.exp()) - expected) > 1e-3
+            assert abs(by_query(each, of_rank, settings, 1 / scale.exp(), held) - expected) > 1e-3
+        if queue_size:
+            held = torch.cat([held, unit(given["keys"].detach())])[-queue_size:]
     assert min(effects.values()) > 1e-3
 
 
@@ -415,27 +421,6 @@ def test_options_over_ranks_are_those_of_sentence_transformers(rank: int, name: 
 
 def columns() -> list[Tensor]:
     return [unit(normal(12, 5, seed=seed)).detach() for seed in range(8)]
-
-
-@pytest.mark.parametrize("mode", ["all_negatives", "in_batch_negatives", "hard_negatives"])
-def test_keys_of_the_queue_are_in_batch_negatives(mode: str) -> None:
-    """A key of the queue is no hard negative. The control penalises none."""
-    loss = InfoNCELoss(0.2, queue_size=8, hardness_mode=mode, hardness_strength=3.0).double()
-    queries, keys, negatives, held = (normal(6, 4, seed=seed) for seed in range(4))
-    loss(queries, held, negatives)
-    cosines, eye = unit(queries) @ unit(torch.cat([keys, negatives, held.detach()])).T, torch.eye(6, dtype=torch.bool)
-    hard = {
-        "all_negatives": (~eye, eye | ~eye),
-        "in_batch_negatives": (~eye, ~eye),
-        "hard_negatives": (eye & ~eye, eye),
-    }
-    is_hard = torch.cat([*hard[mode], (eye | ~eye) & (mode != "hard_negatives")], dim=1)
-    expected = F.cross_entropy(cosines / 0.2 + 3.0 * cosines.detach() * is_hard, torch.arange(6))
-    found = loss(queries, keys, negatives)
-    assert_close(found, expected, **EXACT)
-    assert abs(F.cross_entropy(cosines / 0.2, torch.arange(6)) - expected) > 1e-3
-    for ours, theirs in zip(*(torch.autograd.grad(value, (queries, keys, negatives)) for value in (found, expected))):
-        assert_close(ours, theirs, **EXACT)
 
 
 def test_negatives_of_each_query_are_given_by_query() -> None:

@@ -192,10 +192,13 @@ def test_pauc_diagnostics(setting, inputs):
     assert cases.call(module, rows, return_diagnostics=True)._fields == ("loss", "stats")
 
 
-@pytest.mark.parametrize("method", ["auto", "direct"])
+@pytest.mark.parametrize(("method", "limit"), [("auto", None), ("direct", None), *(("auto", n) for n in (1, 40, 286))])
 @pytest.mark.parametrize("leading", [(), (3,)], ids=["plain", "classes"])
-@pytest.mark.parametrize("sizes", [(5, 7), (123, 507), (1, 1), (0, 4), (4, 0)], ids=str)
-def test_sigmoid_sums(sizes, leading, method):
+@pytest.mark.parametrize("sizes", [(5, 7), (11, 13), (123, 507), (1, 1), (0, 4), (4, 0)], ids=str)
+def test_sigmoid_sums(sizes, leading, method, limit, monkeypatch):
+    """Also in chunks of ``limit`` pairs: of 11 queries and 13 keys a part of a query, three queries, two classes."""
+    if limit:
+        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=limit))
     generator = torch.Generator().manual_seed(0)
     shapes = (*leading, sizes[0]), (*leading, sizes[1]), (*leading, sizes[1], 2)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -206,17 +209,3 @@ def test_sigmoid_sums(sizes, leading, method):
     factors = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
     for mine, true in zip(*(torch.autograd.grad((y * factors).sum(), inputs) for y in (ours, theirs))):
         assert_close(mine, true, rtol=1e-12, atol=1e-12)
-
-
-def test_sigmoid_sums_in_chunks(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (3, 11), (3, 13), (3, 13, 2)
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    expected = reference.sigmoid_sums(*inputs, 0.3)
-    gradients = torch.autograd.grad(expected.square().sum(), inputs)
-    for limit in (1, 40, 2 * 11 * 13, 10**6):  # pairs of a chunk: less than a query's, three queries, two classes, all
-        monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pairs_at_once=limit))
-        ours = cases.losses.sigmoid_sums(*inputs, 0.3)
-        assert_close(ours, expected, rtol=1e-12, atol=1e-13)
-        for mine, true in zip(torch.autograd.grad(ours.square().sum(), inputs), gradients):
-            assert_close(mine, true, rtol=1e-12, atol=1e-12)

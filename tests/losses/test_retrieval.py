@@ -86,6 +86,7 @@ OF_AREAS = fullrank.PAUCAtBudgetLoss, pauc_at_budget, reference.pauc_of_queries
 # A module, its function, its definition, and the settings of all three.
 KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "ap": (fullrank.SmoothAPLoss, smooth_ap, reference.smooth_ap_of_queries, {"temperature": 0.3}),
+    "ap automatic": (fullrank.SmoothAPLoss, smooth_ap, reference.smooth_ap_of_queries, {}),
     "auc": (*OF_AREAS, {"beta": 1.0, "surrogate": "pairwise", "temperature": 0.3}),
     "band": (*OF_AREAS, {"alpha": 0.1, "beta": 0.7, "surrogate": "pairwise", "tau_scale": "band"}),
     "knots": (
@@ -102,29 +103,31 @@ OF_QUERIES += [("auc", False, "mean"), ("band", True, "sum"), ("dro", True, "mea
 
 @pytest.mark.parametrize(
     ("kind", "weighted", "reduction", "device"),
-    cases.on_devices(OF_QUERIES, [OF_QUERIES[0], *OF_QUERIES[3:5]]),
+    cases.on_devices(OF_QUERIES, [OF_QUERIES[0], *OF_QUERIES[4:6]]),
     indirect=["device"],
 )
 def test_queries_equal_the_reference(kind: str, weighted: bool, reduction: str, device: torch.device) -> None:
     """Those of areas with a mask of iid rows too. The control: the rows in one pool."""
     make, function, define, settings = KINDS[kind]
-    rows, indexes = make_queries(weighted=weighted)
-    if weighted and kind != "ap":
+    (rows, indexes), is_area = make_queries(weighted=weighted), make is fullrank.PAUCAtBudgetLoss
+    if weighted and is_area:
         rows = rows._replace(iid_mask=torch.arange(len(indexes)) % 7 != 3)
     twin = cases.leaf(rows)
     rows = cases.leaf(Rows(*(None if value is None else value.to(device) for value in rows)))
     expected = define(twin, indexes, reduction=reduction, **settings)
     options: dict[str, Any] = {"sample_weight": rows.sample_weight}
-    options |= {} if kind == "ap" else {"iid_mask": rows.iid_mask}
+    options |= {"iid_mask": rows.iid_mask} if is_area else {}
     of_queries = {**options, "indexes": indexes.to(device)}
     module = make(1, reduction=reduction, **settings)
-    shows = {} if kind == "ap" else {"return_diagnostics": True}
+    shows = {"return_diagnostics": True} if is_area else {}
     found = module(rows.logits, rows.targets, return_per_class=True, **of_queries, **shows)
     assert_close(found.per_class.cpu(), expected.per_class, equal_nan=True, **EXACT)
     assert torch.equal(found.valid.cpu(), expected.valid)
     assert int(expected.valid.sum()) < 12  # some are not valid
-    assert kind == "ap" or {value.shape for value in found.stats.values()} == {(14,)}
+    assert not is_area or {value.shape for value in found.stats.values()} == {(14,)}
     assert kind != "dro" or len(module.current_hardness) == 14
+    if kind == "ap automatic":
+        assert module.current_temperature == pytest.approx(0.1 * reference.spread(reference.problems(twin)), rel=1e-12)
     theirs = cases.gradient(expected.loss, twin.logits)
     assert bool(theirs.any())
     alone, in_queries = (
