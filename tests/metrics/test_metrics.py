@@ -662,40 +662,15 @@ def queried_rows(weighted):
     return [None if rows is None else rows[order] for rows in (scores, targets, indexes, weights)]
 
 
-def by_queries(function, scores, targets, indexes, weights):
-    """Return the values of ``function`` of the rows of each query, NaN where one class is missing."""
+def by_queries(function, scores, targets, indexes, weights, needs_both=True):
+    """Return the values of ``function`` of the rows of each query, NaN where positives, or one of both, are missing."""
     found = []
     for query in indexes.unique():
         own = indexes == query if weights is None else (indexes == query) & (weights > 0)
         rows = [None if one is None else one[own].numpy() for one in (scores, targets, weights)]
-        is_valid = 0 < rows[1].sum() < len(rows[1])
+        is_valid = 0 < rows[1].sum() < (len(rows[1]) if needs_both else math.inf)
         found += [function(*rows) if is_valid else math.nan] if len(rows[1]) else []
     return torch.tensor(found, dtype=torch.float64)
-
-
-AREAS = {
-    (0.0, 1.0): lambda x, y, w: roc_auc_score(y, x, sample_weight=w),
-    (0.0, 0.3): lambda x, y, w: pauc_reference(x, y, 0.0, 0.3, w),
-    (0.2, 0.5): lambda x, y, w: pauc_reference(x, y, 0.2, 0.5, w),
-}
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("band", AREAS)
-def test_areas_of_queries_are_those_of_scikit_learn(band, weighted):
-    """In two updates; tests/conformance spreads them over ranks. The control: one pool."""
-    scores, targets, indexes, weights = rows = queried_rows(weighted)
-    expected = by_queries(AREAS[band], *rows)
-    assert 1 < expected.isnan().sum() < 20
-    for average, value in ((None, expected), ("macro", expected.nanmean())):
-        metric = PAUCAtBudget(1, *band, average=average)
-        for part in (slice(0, 101), slice(101, None)):
-            weight = None if weights is None else weights[part]
-            metric.update(scores[part], targets[part], indexes=indexes[part], sample_weight=weight)
-        torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=1e-13, equal_nan=True)
-    pool = PAUCAtBudget(1, *band)
-    pool.update(scores, targets, sample_weight=weights)
-    assert abs(pool.compute() - value) > 1e-3
 
 
 def hits_of(scores, targets):
@@ -703,54 +678,63 @@ def hits_of(scores, targets):
     return [target for _, target in sorted(zip(-scores, targets))]
 
 
-def ndcg(scores, grades, k=None, exponential=False):
+def ndcg(scores, grades, weights=None, k=None, exponential=False):
     gains = 2.0**grades - 1 if exponential else grades
     return ndcg_score(gains[None], scores[None], k=k) if len(grades) > 1 else 1.0
 
 
+def area(alpha, beta):
+    """A metric and its value of one query."""
+    return partial(PAUCAtBudget, alpha=alpha, beta=beta), lambda x, y, w: pauc_reference(x, y, alpha, beta, w), None
+
+
 RANKERS = {  # a metric, its value of one query, and the metric of torchmetrics
-    "rank": (QueryReciprocalRank, lambda x, y: 1 / (1 + hits_of(x, y).index(1)), RetrievalMRR),
+    "auc": (partial(PAUCAtBudget, beta=1.0), lambda x, y, w: roc_auc_score(y, x, sample_weight=w), None),
+    "area 0-0.3": area(0.0, 0.3),
+    "area 0.2-0.5": area(0.2, 0.5),
+    "rank": (QueryReciprocalRank, lambda x, y, _: 1 / (1 + hits_of(x, y).index(1)), RetrievalMRR),
     "rank 2": (
         partial(QueryReciprocalRank, 2),
-        lambda x, y: max(0, *hits_of(x, y)[:2] / np.arange(1, 3)[: len(x)]),
+        lambda x, y, _: max(0, *hits_of(x, y)[:2] / np.arange(1, 3)[: len(x)]),
         None,
     ),
     "recall 3": (
         partial(QueryRecall, 3),
-        lambda x, y: sum(hits_of(x, y)[:3]) / sum(y),
+        lambda x, y, _: sum(hits_of(x, y)[:3]) / sum(y),
         partial(RetrievalRecall, top_k=3),
     ),
-    "recall": (QueryRecall, lambda x, y: 1.0, None),
+    "recall": (QueryRecall, lambda x, y, _: 1.0, None),
     "ndcg": (QueryNDCG, ndcg, RetrievalNormalizedDCG),
     "ndcg 3": (partial(QueryNDCG, 3), partial(ndcg, k=3), partial(RetrievalNormalizedDCG, top_k=3)),
     "exponential": (partial(QueryNDCG, 5, gain="exponential"), partial(ndcg, k=5, exponential=True), None),
 }
+OF_QUERIES = [(name, False) for name in RANKERS] + [(name, True) for name in [*RANKERS][:3]]
 
 
-@pytest.mark.parametrize("name", RANKERS)
-def test_rankings_of_queries_are_those_of_loops_and_of_scikit_learn(name):
+@pytest.mark.parametrize(("name", "weighted"), OF_QUERIES)
+def test_values_of_queries_are_those_of_loops_and_of_scikit_learn(name, weighted):
     """In two updates with parts of queries, with ties. Without ties those of torchmetrics. The control: one query."""
     make, of_query, theirs = RANKERS[name]
-    scores, targets, indexes, _ = queried_rows(False)
+    scores, targets, indexes, weights = queried_rows(weighted)
+    is_area = name.startswith("a")
     if name.startswith(("ndcg", "exp")):
         targets = targets * (1 + indexes % 3 + torch.arange(len(targets)) % 2)
     for x in (scores, scores + torch.linspace(0, 0.1, len(scores))):
-        parts = [(x[indexes == query].numpy(), targets[indexes == query].numpy()) for query in indexes.unique()]
-        values = [of_query(*part) if part[1].any() else math.nan for part in parts]
-        expected = torch.tensor(values, dtype=torch.float64)
+        expected = by_queries(of_query, x, targets, indexes, weights, needs_both=is_area)
         assert 0 < expected.isnan().sum() < 20
         for average, value in ((None, expected), ("macro", expected.nanmean())):
             metric = make(average=average)
             for part in (slice(0, 77), slice(77, None)):
-                metric.update(x[part, None], targets[part], indexes[part])
-            torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=0.0, equal_nan=True)
+                given = {} if weights is None else {"sample_weight": weights[part]}
+                metric.update(x[part, None], targets[part], indexes=indexes[part], **given)
+            torch.testing.assert_close(metric.compute(), value, rtol=1e-11, atol=1e-13, equal_nan=True)
     if theirs is not None:
         theirs = theirs(empty_target_action="skip")
         theirs.update((x / 10).sigmoid().double(), targets, indexes)
         assert float(theirs.compute()) == pytest.approx(float(expected.nanmean()), rel=1e-6)  # theirs is float32
     one = make()
-    one.update(x, targets)
-    assert name == "recall" or abs(one.compute() - expected.nanmean()) > 1e-2
+    one.update(x, targets, **({} if weights is None else {"sample_weight": weights}))
+    assert name == "recall" or abs(one.compute() - expected.nanmean()) > 1e-3
 
 
 @on_ranks(2)
@@ -769,7 +753,7 @@ def test_indexes_of_some_rows_are_refused_and_nan_stays_in_its_query(rank):
         metric = PAUCAtBudget(1, beta=1.0, average=average, sync_on_compute=False)
         metric.update(scores, targets, indexes=indexes)
         values.append(metric.compute())
-    clean = by_queries(AREAS[0.0, 1.0], scores.nan_to_num(), targets, indexes, None)
+    clean = by_queries(RANKERS["auc"][1], scores.nan_to_num(), targets, indexes, None)
     names = indexes.unique()
     equal = PAUCAtBudget(1, beta=1.0, average=None, sync_on_compute=False)
     equal.update(torch.zeros(len(scores)), targets, indexes=indexes)  # runs end where queries do
