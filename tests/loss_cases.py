@@ -732,8 +732,19 @@ class InputCase:
     positive_share: float = 0.4
     grid: float = 0.0  # scores are rounded to multiples of it
 
-    def rows(self, seed: int = 0, *, num_rows: int | None = None, weighted: bool = False, masked: bool = False) -> Rows:
-        """Float64 rows, about a tenth of them ignored; positives of class c score a little higher in column c."""
+    def rows(
+        self,
+        seed: int = 0,
+        *,
+        num_rows: int | None = None,
+        weighted: bool = False,
+        masked: bool = False,
+        poisoned: bool = False,
+    ) -> Rows:
+        """Float64 rows, about a tenth of them ignored; positives of class c score a little higher in column c.
+
+        With ``poisoned`` the scores that are ignored are not finite or huge.
+        """
         generator = torch.Generator().manual_seed(seed)
         count, columns = self.num_rows if num_rows is None else num_rows, self.num_classes
         chance = torch.rand(count, columns, generator=generator)
@@ -752,6 +763,10 @@ class InputCase:
         else:
             targets = codes[:, 0] if columns == 1 else codes.argmax(dim=1)
             targets = targets.masked_fill(ignored[:, 0], IGNORED)
+        if poisoned:
+            odd = torch.tensor([NAN, INF, -INF, 1e30], dtype=torch.float64)[torch.arange(count) % 4]
+            is_ignored = (targets == IGNORED).view(count, -1).expand_as(logits)
+            logits = torch.where(is_ignored, odd[:, None], logits)
         iid = torch.rand(count, generator=generator) < 0.8 if masked else None
         weight = 2 * torch.rand(count, generator=generator, dtype=torch.float64) if weighted else None
         return Rows(logits, targets, iid, weight)

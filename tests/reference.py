@@ -128,7 +128,7 @@ def _reduce(losses: list[Tensor | None], anchor: Tensor, reduction: str, stats: 
     """Reduce over the valid classes; None is the loss of a class that is not valid."""
     kept = [loss for loss in losses if loss is not None]
     per_class = torch.stack([torch.tensor(math.nan).double() if loss is None else loss for loss in losses])
-    total = sum(kept, anchor.double().sum() * 0)
+    total = sum(kept, anchor.double().nan_to_num(0.0, 0.0, 0.0).sum() * 0)
     if reduction == "none":
         loss = per_class
     else:

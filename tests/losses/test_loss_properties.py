@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import loss_cases as cases
 import numpy
@@ -33,108 +32,16 @@ over_forms = pytest.mark.parametrize("name", OF_POOL)
 over_inputs = pytest.mark.parametrize("inputs", INPUTS)
 
 
-def run(name: str, case: InputCase, rows: Rows, past: Rows | None = None, **changes: Any) -> tuple[Tensor, Tensor]:
-    """Return the loss of each class and the gradient of the rows, after a step on ``past`` rows."""
-    module = case.module(FORMS[name], **{"reduction": "none", "queue_size": 1000 if past else 0, **changes})
-    if past:
-        cases.call(module, past)
+def run(name: str, case: InputCase, rows: Rows, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss of each class and the gradient of the rows."""
     rows = cases.leaf(rows)
-    value = cases.call(module, rows)
+    value = cases.call(case.module(FORMS[name], reduction="none", **options), rows)
     return value.detach(), torch.autograd.grad(value.nansum(), rows.logits)[0]
 
 
 def assert_same(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], **tolerance: float) -> None:
     """Losses and gradients are equal up to rounding."""
     assert_close(ours, theirs, equal_nan=True, **(tolerance or SAME))
-
-
-# --- properties ------------------------------------------------------------------------------------------------------
-
-
-class Changed(NamedTuple):
-    """Rows after a change that keeps the loss; which of the first rows, and in which order their classes, are left."""
-
-    rows: Rows
-    order: Any = slice(None)
-    classes: Any = slice(None)
-
-
-def hole(rows: Rows) -> Tensor:
-    """Return where scores are ignored (N, C)."""
-    return (rows.targets == IGNORED).view(len(rows.targets), -1).expand_as(rows.logits)
-
-
-def permuted(rows: Rows) -> Changed:
-    order = torch.randperm(len(rows.targets), generator=torch.Generator().manual_seed(1))
-    return Changed(reference.take(rows, order), order)
-
-
-def without_ignored(rows: Rows) -> Changed:
-    kept = ~hole(rows).all(dim=1)
-    return Changed(reference.take(rows, kept), kept)
-
-
-def poisoned(rows: Rows) -> Changed:
-    kinds = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64)
-    values = kinds[torch.arange(len(rows.targets)) % 4][:, None]
-    return Changed(rows._replace(logits=torch.where(hole(rows), values, rows.logits)))
-
-
-def other_classes(rows: Rows) -> Changed:
-    order = torch.arange(rows.logits.shape[1]).roll(1)
-    targets = rows.targets
-    if targets.ndim == 2:
-        targets = targets[:, order]
-    elif len(order) > 1:
-        targets = torch.where(targets >= 0, order.argsort()[targets.clamp_min(0)], targets)
-    return Changed(rows._replace(logits=rows.logits[:, order], targets=targets), classes=order)
-
-
-def of_weight_one(rows: Rows) -> Changed:
-    return Changed(rows._replace(sample_weight=torch.ones(len(rows.targets))))
-
-
-# The change, whether the rows have weights and masks before it, and whether there is a queue.
-INVARIANCES: dict[str, tuple[Callable[[Rows], Changed], bool, bool]] = {
-    "rows in another order": (permuted, True, True),
-    "scores shifted": (lambda rows: Changed(rows._replace(logits=rows.logits + 3.0)), True, False),
-    "ignored rows removed": (without_ignored, True, True),
-    "ignored rows poisoned": (poisoned, True, True),
-    "classes in another order": (other_classes, True, False),
-    "weights of one": (of_weight_one, False, True),
-    "large weights": (lambda rows: Changed(rows._replace(sample_weight=1e300 * rows.sample_weight)), True, False),
-}
-
-
-def marks_of(index: int, number: int) -> list[Any]:
-    """The fast tests have the first inputs, and `make test` one of the others in turn."""
-    if number == 0:
-        return []
-    return [pytest.mark.slow if number == 1 + index % 4 else pytest.mark.full]
-
-
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        pytest.param(name, inputs, marks=marks_of(index, number))
-        for index, name in enumerate(OF_POOL)
-        for number, inputs in enumerate(["classes", "multi_hot", "binary", "imbalanced", "tied"])
-    ],
-)
-def test_invariances(name: str, inputs: str) -> None:
-    """Of the loss of each class and of the gradient. The control: uneven weights."""
-    case = INPUTS[inputs]
-    for change, (make, is_weighted, is_queued) in INVARIANCES.items():
-        if change == "scores shifted" and name not in OF_ORDER:
-            continue
-        rows, past = case.rows(weighted=is_weighted, masked=is_weighted), case.rows(1) if is_queued else None
-        changed, order, classes = make(rows)
-        loss, gradient = run(name, case, rows, past)
-        assert not gradient[hole(rows)].any()
-        assert_same(run(name, case, changed, past), (loss[classes], gradient[order][:, classes]))
-    if case.num_rows < 30:  # else there are so few positives that uneven weights may not show
-        uneven = rows._replace(sample_weight=torch.linspace(0.1, 2, case.num_rows))
-        assert not torch.allclose(run(name, case, uneven)[0], loss, rtol=1e-6)
 
 
 # --- numerics --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_module_with_queue_over_three_steps(name, setting, inputs, keep):
     capacity = case.num_rows + case.num_rows // 2  # the third step overwrites rows of the first
     module, past = case.module(form, queue_size=capacity, **_options(keep)), None
     for step in range(3):
-        rows = cases.leaf(case.rows(step, weighted=step > 0, masked=step != 1))
+        rows = cases.leaf(case.rows(step, weighted=step > 0, masked=step != 1, poisoned=step > 0))
         twin = cases.leaf(rows)
         expected = loss.reference(twin, past, **settings)
         result = cases.call(module, rows, return_per_class=True)
