@@ -31,8 +31,6 @@ Pairs = list[tuple[Any, Any]]
 
 
 class Made(NamedTuple):
-    """A value that each process makes."""
-
     make: Callable[[], Any]
 
 
@@ -134,7 +132,6 @@ def reviews(kind: str, call: Callable[..., Any], given: dict[str, Any]) -> Pairs
 def values_of(
     make: Callable[..., Any], update: Callable[[Any], Any], rows: dict[str, Tensor], read: Any = lambda m: [m.compute()]
 ) -> Pairs:
-    """Return the values of a metric of all ranks, and of one process."""
     spread, whole = make(num_classes=3), make(num_classes=3, sync_on_compute=False)
     update(spread)(**dict(zip(rows, own(*rows.values()))))
     update(whole)(**rows)
@@ -202,7 +199,6 @@ THRESHOLD = {"RecallAtQuantile": {"quantile": 0.3}, "PAUCAtBudget": {"beta": 0.4
 
 
 def metrics() -> list[Call]:
-    """Return the calls of the metrics."""
     found = [Call(f"{kind}.review_curve", {"class_index": 1}, partial(reviews, kind)) for kind in THRESHOLD]
     for name in ("Recall", "Precision", "ReciprocalRank", "AveragePrecision"):
         kind = f"Embedding{name}"

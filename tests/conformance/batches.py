@@ -133,7 +133,6 @@ def make_window(layout: str, rank: int) -> list[Batch]:
 
 
 def all_batches(layout: str, num_ranks: int | None = None) -> list[Batch]:
-    """Return the micro-batches of all ranks."""
     num_ranks = dist.get_world_size() if num_ranks is None else num_ranks
     return [batch for rank in range(num_ranks) for batch in make_window(layout, rank)]
 
@@ -153,7 +152,6 @@ def sum_loss(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def num_valid(batch: Batch) -> int:
-    """Return the number of terms of ``sum_loss``."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
@@ -161,7 +159,6 @@ WEIGHTS = {"mtp": 0.3}  # of the second loss of TwoHeads
 
 
 def sum_losses(model: Callable[[Tensor], Any], batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of the two losses of ``TwoHeads``."""
     sums = {}
     for shift, (name, logits) in enumerate(zip(("ce", "mtp"), model(batch["tokens"])), 1):
         labels = batch["labels"][:, shift:].flatten()
@@ -170,7 +167,6 @@ def sum_losses(model: Callable[[Tensor], Any], batch: Batch) -> dict[str, Tensor
 
 
 def num_mtp(batch: Batch) -> Tensor:
-    """Return the number of terms of the second loss."""
     return (batch["labels"][:, 2:] != IGNORED).sum()
 
 

@@ -49,7 +49,6 @@ def _wrong(name: str, change: Callable[[Tensor], Any], error: str, text: str) ->
 
 
 def _given(name: str, make: Callable[[int], Any], error: str, text: str) -> Fault:
-    """Pass an optional argument, made for the number of rows."""
     return Fault(lambda arguments: {name: make(len(next(iter(arguments.values()))))}, error, text)
 
 
@@ -281,7 +280,6 @@ def _gather(
     objective: Callable[[Any], Tensor] = lambda result: result,
     **options: Any,
 ) -> Call:
-    """Return the call of a function that takes ``options``."""
     return Call((name,), name, lambda: partial(getattr(fullrank, name), **options), arguments, bad, differ, objective)
 
 

@@ -33,5 +33,4 @@ class Fault(NamedTuple):
     common: Callable[[Arguments], Arguments] = lambda arguments: {}  # what every rank passes in this case
 
     def is_said(self, message: str) -> bool:
-        """Return whether a message has the text."""
         return self.text in message if isinstance(self.text, str) else self.text.search(message) is not None

@@ -103,7 +103,6 @@ def make_step(case: Case, step: int) -> Rows:
 
 
 def num_outputs(case: Case) -> int:
-    """Return the number of logits per row."""
     form = FORMS[case.loss]
     return case.num_classes if form.loss.is_pooled else form.columns
 
@@ -162,8 +161,6 @@ def train(case: Case, rank: int, world_size: int, follow: Trace | None = None) -
 
 
 def joined_loss(loss: nn.Module) -> Callable[[Tensor, list[Rows]], Tensor]:
-    """Return ``loss`` in the form that pooled_backward calls."""
-
     def compute(scores: Tensor, batches: list[Rows]) -> Tensor:
         weight = None if batches[0].weight is None else torch.cat([batch.weight for batch in batches])
         return loss(scores, torch.cat([batch.targets for batch in batches]), sample_weight=weight)
@@ -223,5 +220,4 @@ def worst_error(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 
 
 def worst_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """Do so for several cases in one task."""
     return [worst_error(rank, world_size, case) for case in cases]

@@ -24,7 +24,6 @@ with warnings.catch_warnings():
 
 
 def ends(values: Tensor, number: float) -> Tensor:
-    """Return ``values`` with another last entry."""
     return torch.cat([values[:-1], torch.tensor([number], dtype=values.dtype)])
 
 

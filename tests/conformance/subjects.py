@@ -105,8 +105,6 @@ class _AddGradient(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """A layer with an auxiliary loss."""
-
     factor = 1.0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -201,7 +199,6 @@ def switches(model: nn.Module) -> list[Any]:
 
 
 def with_gradient(grad: Tensor) -> nn.Parameter:
-    """Return a parameter with a copy of this gradient."""
     parameter = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device))
     parameter.grad = grad.clone()
     return parameter

@@ -99,7 +99,6 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of what is called, as in ``public``."""
         is_forward = self.called is not self.row.module and self.called is not self.row.function
         return f"{self.row.module.__name__}.forward" if is_forward else self.called.__name__
 
@@ -142,7 +141,6 @@ class Case(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The number of columns of the rows."""
         return self.settings(True).get("num_classes", max(2, KINDS[self.row.kind].columns))
 
 

@@ -48,24 +48,20 @@ from fullrank.accumulation.accumulate import MAX_TERMS
 
 
 def plain(step: Any, index: int, loss: Tensor, items: int) -> None:
-    """Be the body of a loop over ``accumulate``."""
     step.backward(loss)
 
 
 def means(step: Any, index: int, loss: Tensor, items: int) -> None:
-    """Be one with means for losses."""
     step.backward(loss / max(items, 1), num_items=items)
 
 
 def loop(mistake: Callable[[Any, Any, int], Any], place: int, right: Callable[..., None] = plain) -> Any:
-    """Return the body of a loop with a mistake in one micro-batch."""
     return lambda step, index, loss, items: (
         mistake(step, loss, items) if index == place else right(step, index, loss, items)
     )
 
 
 def arguments_of(verb: str, model: nn.Module, rank: int) -> Arguments:
-    """Return the arguments of a right step of this rank."""
     arguments: Arguments = {"model": model, "batches": make_window("full", rank)}
     if verb in UNSEEN_BY:
         arguments |= {"through": lambda index: model}
@@ -77,12 +73,10 @@ def arguments_of(verb: str, model: nn.Module, rank: int) -> Arguments:
 
 
 def mean(model: nn.Module, scores: Tensor, batches: list[Batch]) -> Tensor:
-    """Return the loss of ``pooled``."""
     return mean_over_ranks(scores, batches, reduction_of(model))
 
 
 def take(verb: str, arguments: Arguments) -> None:
-    """Take one step."""
     given = dict(arguments)
     model, batches = given.pop("model"), given.pop("batches")
     given.pop("use" if verb == "DeferredMean" else "call", None)  # a fault of several verbs passes both
@@ -110,7 +104,6 @@ def changed(name: str, change: Callable[[Any], Any], kind: str, text: str, **com
 
 
 def passed(name: str, value: Any, kind: str, text: str, **common: Any) -> Fault:
-    """Return the fault of passing ``value``."""
     return changed(name, lambda _: value, kind, text, **common)
 
 
@@ -181,7 +174,6 @@ OPENINGS = {
 def looped(
     place: int, mistake: Callable[[Any, Any, int], Any], kind: str, text: str, right: Any = plain, **common: Any
 ) -> Fault:
-    """Return the fault of a mistake in one micro-batch of a loop."""
     common = {"use": right} | common
     return Fault(lambda given: {"use": loop(mistake, place, right)}, kind, text, lambda given: common)
 
@@ -210,7 +202,6 @@ _NAMES = "expected the names ['ce', 'mtp']"
 
 
 def lost(name: str, place: int, *, is_scaled: bool = False) -> Fault:
-    """Return the fault of a wrong loss in one micro-batch."""
     change, kind, text = WRONG_LOSSES[name]
 
     def mistake(step: Any, loss: Tensor, items: int) -> None:
@@ -289,7 +280,6 @@ _MINE = "RuntimeError", "pooled_backward failed on rank 1: Mistake: this is mine
 
 
 def _scored(change: Callable[[Tensor, Batch], Tensor], kind: str, text: str) -> Fault:
-    """Return the fault of other scores."""
     return changed("forward", lambda forward: lambda batch: change(forward(batch), batch), kind, text)
 
 
@@ -344,17 +334,14 @@ def called(change: Callable[[Any, Tensor, int], Any], kind: str, text: str, plac
 
 
 def with_loss(change: Callable[[Tensor], Any], kind: str, text: str) -> Fault:
-    """Return the fault of another sum of losses."""
     return called(lambda one, loss, n: one.backward(change(loss), n), kind, text)
 
 
 def with_count(n: Any, kind: str, text: str, place: int = 1) -> Fault:
-    """Return the fault of another count."""
     return called(lambda one, loss, _: one.backward(loss, n), kind, text, place)
 
 
 def finished(groups: Callable[[nn.Module], Any], kind: str, text: str) -> Fault:
-    """Return the fault of other groups for ``DeferredMean.finish``."""
     return Fault(lambda given: {"finish": lambda one, own: one.finish(groups(given["model"]))}, kind, text)
 
 
@@ -443,7 +430,6 @@ _GRAPHS: dict[str, Any] = {
 
 
 def termed(place: int, change: Callable[[Any], Arguments], kind: str, text: str) -> Fault:
-    """Return the fault of other arguments for losses with names."""
     wrong = lambda step, sums, items: step.backward(**{"loss": sums, "weights": WEIGHTS} | change(sums))  # noqa: E731
     return looped(place, wrong, kind, text, _RIGHT)
 
@@ -496,7 +482,6 @@ COUNTED = {  # what one rank counts
 
 
 def recorded(place: int, mistake: Callable[[Any, InChunks], Any], kind: str, text: str) -> Fault:
-    """Return the fault of a loss that back-propagates itself."""
     return looped(place, lambda step, loss, items: mistake(step, loss), kind, text, factor_in("last"))
 
 
@@ -531,8 +516,6 @@ NOTHING = {  # a rank that runs no forward: under FSDP2 the others wait in their
 
 
 def windowed(wrong: Callable[[nn.Module, Batch], Any], kind: str, text: str) -> Fault:
-    """Return the fault of another result for the second micro-batch of ``DeferredMean.backward_window``."""
-
     def change(given: Arguments) -> Arguments:
         right = lambda model, batch: (sum_loss(model, batch), num_valid(batch))  # noqa: E731
         return {"fn": lambda model, batch: (wrong if batch is given["batches"][2] else right)(model, batch)}
@@ -609,7 +592,6 @@ class Seen(NamedTuple):
 
 @cache
 def gradient_of_one_process(verb: str) -> Tensor:
-    """Return the gradient of a right step."""
     return one_process_of(verb, all_batches("full"))[1].gradient
 
 
@@ -659,7 +641,6 @@ def _spoil(rank: int, verb: str, fault: Fault, model: nn.Module, is_bad: bool) -
 
 
 def _left(model: nn.Module, expected: Tensor) -> str:
-    """Return what a step has left of the gradients."""
     held = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     if not has_gradients(model):
         return "dropped"

@@ -44,8 +44,6 @@ class Tied(Headless):
 
 
 class TiedWhole(Tied):
-    """Returns logits."""
-
     forward = Model.forward
 
 
@@ -64,14 +62,11 @@ class WithLoss(nn.Module):
 
 
 class Head(nn.Linear):
-    """A last layer with a method."""
-
     def loss_sum(self, hidden: Tensor, batch: Batch) -> Tensor:
         return loss_of(self, hidden, batch)
 
 
 def loss_of(head: nn.Linear, hidden: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of the losses of the tokens."""
     return causal_lm_loss(hidden, batch["labels"], weight=head.weight, bias=head.bias, reduction="sum")
 
 
@@ -92,7 +87,6 @@ class Made(NamedTuple):
 
 
 def make(layout: str, tied: bool, loss_of: Loss = loss_of) -> Made:
-    """Return a model in a layout over all ranks."""
     model: Any = Tied() if tied else Headless()
     size, rank = dist.get_world_size(), dist.get_rank()
     if "tp" in layout:
@@ -136,7 +130,6 @@ def window_of(made: Made, rank: int) -> list[Batch]:
 
 
 def run(made: Made) -> Tensor:
-    """Take a step, and return its mean loss."""
     batches = window_of(made, made.data_rank)
     for step, batch in fullrank.accumulate(made.model, batches, fullrank.count_valid_tokens, group=made.group):
         step.backward(made.loss(batch))
@@ -144,7 +137,6 @@ def run(made: Made) -> Tensor:
 
 
 def expected_of(made: Made, tied: bool) -> Result:
-    """Return what one process with all rows has."""
     batches = [batch for rank in range(made.num_data) for batch in window_of(made, rank)]
     return one_process(TiedWhole() if tied else Model(), batches)
 

@@ -231,7 +231,6 @@ def looped(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
 
 
 def _add_up(model: nn.Module) -> None:
-    """Add what no wrapper adds."""
     if by_hand(model) is not None:
         all_reduce_grads_(model, by_hand(model))
 
@@ -262,7 +261,6 @@ VERBS: dict[str, Verb] = {
 
 
 def model_of(verb: str, dtype: Any = torch.float64, **options: Any) -> Model:
-    """Return the model of a verb."""
     return {"terms": TwoHeads, "factor": Headless, "linear": Headless}.get(verb.partition(" ")[0], Model)(
         dtype, **options
     )

@@ -26,7 +26,6 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(columns: int) -> Tensor:
-    """Return (ROWS, columns) float32 normal numbers that require a gradient."""
     return torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
@@ -53,7 +52,6 @@ def products_by(setting: str) -> Iterator[None]:
 
 
 def value_and_gradient(name: str) -> tuple[Tensor, Tensor]:
-    """Return the value and the gradient of one loss."""
     if name == "sigmoid_sums":
         leaf = rows(3)
         value = FUNCTIONS[name](leaf)

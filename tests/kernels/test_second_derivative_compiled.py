@@ -24,7 +24,6 @@ def nothing_compiled() -> None:
 
 
 def scores() -> Tensor:
-    """Return scores that require a gradient."""
     return normal(60, 3).requires_grad_()
 
 

@@ -21,7 +21,6 @@ FRACTIONS = [0.005, 0.5, 0.1, 0.9, 0.0, 1.0, 1 / 3]
 
 
 def scores_of(kind: str, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return (C, 600) scores."""
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(num_classes, 600, generator=generator, dtype=torch.float64)
     if kind == "tied":

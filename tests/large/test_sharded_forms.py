@@ -33,7 +33,6 @@ def loss_and_gradient(loss: Any, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def own_rows(rank: int, case: Case, index: int) -> Rows:
-    """Return this rank's rows of a step."""
     step = make_step(case, index)
     return part_of(step, split(len(step.features), 2, index, case.layout), rank)
 
@@ -95,7 +94,6 @@ FEW = ["tied", "far from 0", "two clusters", "cauchy"]
 
 
 def whole_smooth_ap(leaf: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Return the loss by its sums over pairs."""
     return smooth_ap_sums(leaf.t(), targets[None] > 0, None, None, temperature, "direct")[0].sum()
 
 
@@ -208,7 +206,6 @@ DEGENERATE = {
 )
 @on_ranks()
 def test_rows_without_a_valid_class(rank: int, form: str) -> None:
-    """They give what one process gives."""
     world_size = torch.distributed.get_world_size()
     for count, num_classes, target, is_infinite in DEGENERATE.values():
         for base in (RECALL, PAUC, PAUC._replace(options=POPULATION)) if form == "sums" else (AP,):

@@ -41,7 +41,6 @@ def draw(count: int, num_classes: int = 1, seed: int = 0) -> tuple[Tensor, Tenso
 
 
 def take_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and the gradient."""
     logits = logits.clone().requires_grad_()
     value = loss(logits, targets)
     value.backward()

@@ -100,7 +100,6 @@ def test_none_equals_the_number_it_stands_for(name: str, classes: int) -> None:
 
 
 def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
-    """Return the function at a temperature that is a number."""
     return lambda logits, targets: FORMS[name].call()(logits, targets, temperature=temperature)
 
 

@@ -55,7 +55,6 @@ def varied(form: Form) -> Callable[..., Tensor]:
 
 
 def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], given: Given, *options: Any) -> None:
-    """The values and the gradients of the first argument are equal."""
     outcomes = []
     for function in (compiled, plain):
         value = function(given, *options)

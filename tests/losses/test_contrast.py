@@ -167,7 +167,6 @@ def of_labels(loss: Any, given: Given, queue: Queue, scale: Tensor) -> Tensor:
 
 
 def enqueued(loss: Any, given: Given, queue: Queue) -> Queue:
-    """Return the rows of the queue after a step."""
     rows = given.get("keys", given.get("reference", given.get("embeddings")))
     labels = given.get("reference_labels", given.get("labels", torch.full((len(rows),), -100)))
     live = slice(None) if "keys" in given else labels != -100

@@ -29,7 +29,6 @@ def classes(shape: tuple[int, ...], ignored: int = IGNORED) -> Tensor:
 
 
 def both(ours: nn.Module, theirs: nn.Module, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return value and gradient of both losses."""
     found = []
     for loss in (ours, theirs):
         leaf = logits.clone().requires_grad_()

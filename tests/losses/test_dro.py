@@ -21,7 +21,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def dro(logits: Tensor, targets: Tensor, tilt: float = 1.0, **options: object) -> Tensor:
-    """Return the loss of the pure function."""
     return pauc_at_budget(logits, targets, surrogate="dro", dro_lambda=tilt, **options)
 
 
@@ -42,7 +41,6 @@ FUNCTIONS = native.FUNCTIONS
 
 
 def with_gradient(logits: Tensor, targets: Tensor, tilt: float, **options: object) -> tuple[Tensor, Tensor]:
-    """Return the loss and its gradient."""
     return cases.step(dro, logits, targets, tilt=tilt, **options)
 
 
@@ -87,7 +85,6 @@ def test_the_share_that_counts_is_the_budget() -> None:
 
 @of_budgets
 def test_each_class_has_a_hardness_of_its_own(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it has alone."""
     take(form, monkeypatch)
     rows = INPUTS["classes"].rows(num_rows=300, weighted=True)
     logits = rows.logits * torch.tensor([0.3, 1.0, 9.0])

@@ -409,7 +409,6 @@ def test_log_probs_of_a_vocabulary_over_ranks(rank: int, name: str) -> None:
 @pytest.mark.slow
 @on_ranks()
 def test_other_dtensors(rank: int) -> None:
-    """The ranks raise the same, and go on together."""
     (hidden, weight, bias), labels = make()
     loss, logits = partial(causal_lm_loss, hidden, labels), F.linear(hidden, weight)
 
@@ -499,7 +498,6 @@ def make_logits(shape: tuple[int, ...] = (3, 7)) -> tuple[Tensor, Tensor]:
 
 
 def by_rows(logits: Tensor, labels: Tensor, num_items: float | None, shift: bool = True) -> Tensor:
-    """Return the definition, token by token."""
     total, count = logits.new_zeros(()), 0
     sequences = zip(logits.reshape(-1, *logits.shape[-2:]), labels.reshape(-1, labels.shape[-1]))
     for scores, tokens in sequences:

@@ -40,7 +40,6 @@ def run(name: str, case: InputCase, rows: Rows, **options: Any) -> tuple[Tensor,
 
 
 def assert_same(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], **tolerance: float) -> None:
-    """Losses and gradients are equal up to rounding."""
     assert_close(ours, theirs, equal_nan=True, **(tolerance or SAME))
 
 

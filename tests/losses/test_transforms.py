@@ -31,7 +31,6 @@ NO_TRANSFORM = r"expected backward\(\) or torch\.autograd\.grad, got a transform
 
 
 def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the gradient by autograd."""
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(function(leaf), leaf)[0]
 

@@ -54,7 +54,6 @@ def make_metrics(**kwargs):
 
 
 def total_rows(shards):
-    """Number of rows of all ranks."""
     return sum(map(sum, shards))
 
 

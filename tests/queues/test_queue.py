@@ -27,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*drawn down")
 
 
 def contents(queue: MemoryQueue) -> list[float]:
-    """Return the numbers of the rows held, sorted."""
     return sorted(queue.rows().logits[:, 0].tolist())
 
 

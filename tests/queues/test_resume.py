@@ -49,7 +49,6 @@ def make_loss(name: str, capacity: int, **settings: Any) -> Any:
 
 
 def world() -> tuple[int, int]:
-    """Return the rank and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -71,7 +70,6 @@ def step(loss: Any, index: int, dtype: torch.dtype) -> float:
 
 
 def train(loss: Any, fill: str) -> None:
-    """Take the steps before the save."""
     _, steps, dtype = FILLS[fill]
     for index in range(steps):
         step(loss, index, dtype)
@@ -80,13 +78,11 @@ def train(loss: Any, fill: str) -> None:
 
 
 def steps_after(loss: Any, fill: str) -> list[float]:
-    """Return the losses of the steps after the save."""
     _, steps, dtype = FILLS[fill]
     return [step(loss, index, dtype) for index in range(steps, steps + STEPS_AFTER)]
 
 
 def path_of(folder: str, name: str, fill: str) -> Path:
-    """Return where the state of a case is saved."""
     return Path(folder) / f"{name}-{fill}.pt"
 
 
@@ -110,7 +106,6 @@ def load(folder: str, name: str, fill: str) -> Any:
 
 
 def resume_all(rank: int, folder: str) -> list[list[float]]:
-    """For each case: load and continue; return the losses."""
     return [steps_after(load(folder, name, fill), fill) for name, fill in CASES]
 
 
@@ -126,7 +121,6 @@ class Job:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What the recipes are given."""
         return self.model, self.optimizer, self.loss
 
     def take_steps(self, first: int, last: int) -> tuple[list[float], list[float]]:
