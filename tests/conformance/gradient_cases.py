@@ -47,6 +47,7 @@ class Case(NamedTuple):
     sharded: bool = False  # without a queue
     form: str = ""  # of a sharded pool: how it is computed, where its cost would decide
     layout: str = "uneven"  # of the rows over the ranks
+    has_gap: bool = False  # no rank has a row in the second step
     is_split: bool = False  # each process has queries of its own, however few there are
     sync: str = ""  # of pooled_backward over micro-batches, which are one batch without it
     tied: bool = False  # many rows are alike
@@ -96,7 +97,8 @@ def make_step(case: Case, step: int) -> Rows:
     """Return the batch of all ranks; the same in every process, some rows ignored."""
     num_classes = 5 if FORMS[case.loss].loss.kind == "grades" else num_outputs(case)
     options: dict[str, Any] = {"num_classes": num_classes, "multi_hot": case.multi_hot, "weighted": case.weighted}
-    rows = make_rows(case.seed + step, 37 + 3 * step, dtype=case.dtype, **options)
+    count = 0 if case.has_gap and step == 1 else 37 + 3 * step
+    rows = make_rows(case.seed + step, count, dtype=case.dtype, **options)
     if case.tied:
         rows.features[:] = (rows.features > 0) * torch.tensor([2.0, 1, 0, 0, 0, 0, 0])
     return rows

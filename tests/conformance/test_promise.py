@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,17 +10,17 @@ import gradient_cases
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Rows, make_rows, part_of, split
+from batches import Rows, part_of, split
 from gradient_cases import SHARDED, Case
-from loss_cases import FORMS, LOSSES, OF_POOL, POOLED, Form, Loss
-from on_ranks import gathered, on_ranks, slow_but
+from loss_cases import FORMS, LOSSES, OF_POOL
+from on_ranks import gathered, on_ranks
 from subjects import LIMITS, Model, error, gradient, wrap
 from torch import Tensor, nn
 from workers import WorkerPool, get_pool
 
 import fullrank
 from fullrank.distributed.exchange import Exchange
-from fullrank.large import ShardedLoss, smooth_ap
+from fullrank.large import smooth_ap
 
 MODULES = [name for name, form in FORMS.items() if form.loss.module is not None]
 BALANCED = ("cross_entropy_balanced", "binary_cross_entropy_balanced")
@@ -364,65 +361,19 @@ def test_control_wrong_gradient_reduction_is_off(loss: str) -> None:
         assert value > 1e-6  # the second step starts from other parameters
 
 
-# Of the losses over a pool, with weights and a mask and without; of each form a few combinations, others of each.
-AXES = {"num_classes": (1, 3), "multi_hot": (False, True), "queue_size": (0, 40), "reduction": ("mean", "sum", "none")}
-
-
-def without_rows(name: str, most: int) -> Iterator[tuple[Form, dict[str, Any], dict[str, type]]]:
-    """Yield the settings of a loss: a form, options of its constructor, and the dtypes of further columns."""
-    loss = LOSSES[name]
-    columns = {"sample_weight": torch.float64} if loss.takes("sample_weight") else {}
-    columns |= {"iid_mask": torch.bool} if name == "pauc" else {}
-    for turn, (key, form) in enumerate(loss.compared.items()):
-        fixed = form.settings.keys() | ({"num_classes", "multi_hot"} if loss.kind == "queries" else set())
-        fixed |= {"reduction"} if "balanced" in map(str, form.settings.values()) else set()
-        axes = {axis: values for axis, values in AXES.items() if axis in loss.arguments - fixed}
-        axes = axes if key in loss.forms else {"num_classes": (3,), "queue_size": (0, 40)}
-        combinations = [*itertools.product(*axes.values(), ({}, columns))]
-        every = max(1, len(combinations) // most)
-        for *values, used in combinations[turn % every :: every]:
-            yield form, dict(zip(axes, values)), used
-    for part, size in itertools.product(POOLED.values() if loss.kind == "parts" else (), (0, 40)):
-        yield loss.first, {"wrap": partial(other_part, part, size)}, {}
-    for form in (FORMS[key] for key in SHARDED):
-        if form.loss is loss:
-            yield from ((form, {"num_classes": number, "shards": True}, {}) for number in (1, 3))
-
-
-def other_part(part: Loss, size: int, replaced: Any) -> nn.Module:
-    """Return another loss over a pool for a loss of parts."""
-    given = {name: getattr(replaced, name) for name in ("gather_distributed", "gradient_reduction")}
-    return part.first.make(num_classes=3, queue_size=size, **given)
-
-
-@pytest.mark.parametrize("name", slow_but(["combined"], [name for name, loss in LOSSES.items() if loss.module]))
-@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.full)])
-@on_ranks(2)
-def test_no_row_on_any_rank(rank: int, name: str, most: int) -> None:
-    """The loss is that of the queue, which is 0 without one. The next step is that of one process."""
-    for form, options, columns in without_rows(name, most):
-        width, shards = options.get("num_classes", form.columns), options.pop("shards", False)
-        over, alone = form.make(**options, gradient_reduction="sum"), form.make(**options, gather_distributed=False)
-        over = ShardedLoss(over) if shards else over
-        for step, count in enumerate((17, 0, 20)):
-            rows, found = make_rows(step, count, num_classes=width, weighted=True), []
-            assert rows.weight is not None
-            x, targets = torch.cat([rows.features, rows.features[:, :1] ** 2], dim=1)[:, :width], rows.targets
-            if options.get("multi_hot"):
-                targets = (targets[:, None] == torch.arange(width) + (width == 1)).long()
-            own = slice(0, count // 3) if rank == 0 else slice(count // 3, count)
-            for loss, part in ((over, own), (alone, slice(count))):
-                leaf = x[part].clone().requires_grad_()
-                given = form.arguments(leaf, targets[part], torch.arange(count)[part] % 4)
-                value = loss(**given, **{name: (2 * rows.weight[part]).to(dtype) for name, dtype in columns.items()})
-                value.nan_to_num().sum().backward()
-                assert leaf.grad is not None
-                found += [value.detach(), leaf.grad]
-                if not count:
-                    assert not any(one.grad.any() for one in loss.parameters()), (form, options)
-                    has_queue = any(getattr(one, "queue_size", 0) for one in loss.modules())
-                    assert has_queue or not value.nan_to_num().any(), (form, options)
-                loss.zero_grad()
-            mine, gradient, whole, of_whole = found
-            whole = whole if mine.shape == whole.shape else whole[own]  # of each row, or query
-            torch.testing.assert_close([mine, gradient], [whole, of_whole[own]], rtol=0, atol=1e-12, equal_nan=True)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "combined")) for n, loss in LOSSES.items() if loss.module],
+)
+def test_no_row_on_any_rank(pool: WorkerPool, name: str) -> None:
+    """In the second step; tests/losses/test_every_loss.py has the value and the gradient of one process."""
+    forms = [form for form in MODULES if FORMS[form].loss.name == name]
+    cases = [Case(form, weighted=FORMS[form].loss.takes("sample_weight")) for form in forms]
+    cases += [case for case in IN_WAYS if case.loss in forms]
+    cases += [
+        Case(form, sharded=True, form="moments" if form == "smooth_ap" else "sums", num_classes=number)
+        for form in SHARDED
+        for number in (1, 3)
+        if form in forms
+    ]
+    assert_exact(pool, *(case._replace(has_gap=True) for case in cases))

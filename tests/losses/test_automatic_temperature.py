@@ -44,9 +44,10 @@ def expected_spread(columns: Tensor) -> float:
 @pytest.mark.parametrize("classes", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 30, 1000])
 def test_spread_equals_the_reference(count: int, classes: int) -> None:
-    scores = draw(count, classes)[0].detach().t()
-    assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
-    assert spread_of(scores.float(), None) == pytest.approx(expected_spread(scores.float()), rel=1e-13)
+    for factor, shift in ((1.0, 0.0), (1e-3, 0.0), (2.0**60, 0.0), (1.0, 16.0)):
+        scores = draw(count, classes)[0].detach().t() * factor + shift
+        assert spread_of(scores, None) == pytest.approx(expected_spread(scores), rel=1e-13)
+        assert spread_of(scores.float(), None) == pytest.approx(expected_spread(scores.float()), rel=1e-13)
 
 
 def test_the_spread_is_that_of_the_members_and_of_normal_scores_their_deviation() -> None:
@@ -104,21 +105,6 @@ def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
 
 
 # --- scale and shift -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [50, 6000])
-@pytest.mark.parametrize("classes", [1, 3])
-@over_pools
-def test_shift_and_scale_change_nothing(name: str, classes: int, count: int) -> None:
-    logits, targets = draw(count, classes)
-    value, gradient = step(FORMS[name].call(), logits, targets)
-    for factor, shift in ((1000.0, 0.0), (1e-3, 0.0), (2.0**60, 0.0), (1.0, 16.0), (1.0, -7.0)):
-        moved, slope = step(FORMS[name].call(), logits * factor + shift, targets)
-        # Rounding of the shifted scores: 16 units at 2.2e-16 in temperatures of 0.1.
-        torch.testing.assert_close(moved, value, rtol=1e-12, atol=0)
-        torch.testing.assert_close(slope * factor, gradient, rtol=1e-10, atol=1e-12 * gradient.abs().max().item())
-    fixed = numbered(name, 0.1)
-    assert abs(step(fixed, logits * 1000, targets)[0] - step(fixed, logits, targets)[0]) > 1e-4  # control
 
 
 # --- degenerate scores -----------------------------------------------------------------------------------------------
