@@ -70,6 +70,8 @@ def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 1
     labels = (SEVERAL if kind == "several" else LABELS).roll(-rank - step, 0)
     views = (2 + (rank + step) % 2,) * ("views" in names)
     if kind in ("sup_con", "several"):
+        if "unnamed" in names:
+            labels = torch.arange(count) + 100 * rank + 1000 * step
         given = {"embeddings": normal(count, *views, 4, seed=next(seeds)), "labels": labels[:count]}
         if "reference" in names:
             given["reference"] = normal(further, *views, 4, seed=next(seeds))
@@ -199,19 +201,22 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
         parts = [draw(kind, names, step, each, *numbers(step, each, size)) for each in range(size)]
         given = joined(parts)
         expected = definition(loss, given, queue, *numbered)
-        value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), parts[rank]))
+        passed = {name: rows for name, rows in parts[rank].items() if name != "labels" or "unnamed" not in names}
+        value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), passed))
         assert_close(value.cpu(), expected, **EXACT)
         leaves = [rows for rows in parts[rank].values() if isinstance(rows, Tensor) and rows.requires_grad]
         found = torch.autograd.grad(value, [*leaves, *learned])
         for index, slope in enumerate(torch.autograd.grad(expected, [*leaves, *theirs], retain_graph=True)):
             assert_close(found[index].cpu(), (size if index < len(leaves) else 1) * slope, **EXACT)
         others = [(given, NO_ROWS)] * bool(len(queue[0]))
+        if "unnamed" in names and (len(queue[0]) or (size > 1 and step != 1)):  # without numbers of ranks and steps
+            others.append((given | {"labels": given["labels"] % 100}, (queue[0], queue[1] % 100, queue[2])))
         for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels"}:
-            if (name, kind) == ("labels", "several"):  # equal labels instead of a shared one
+            if (name, kind) == ("labels", "several") and "unnamed" not in names:  # equal labels instead of a shared one
                 names_of = [one for one in ("labels", "reference_labels") if one in given]
                 sets = torch.cat([given[one] for one in names_of]).unique(dim=0, return_inverse=True)[1]
                 others.append((given | dict(zip(names_of, sets.split([len(given[one]) for one in names_of]))), queue))
-            elif (name, kind) != ("labels", "sup_con"):
+            elif name != "labels" or kind not in ("sup_con", "several"):
                 left = {other: rows for other, rows in given.items() if not other.startswith(name)}
                 if name == "negatives":
                     left = {other: rows for other, rows in left.items() if other != "negative_labels"}
@@ -227,7 +232,7 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
 
 
 OF_PAIRS = ((), ("negatives",), ("labels",), ("mask",), ("mask", "negatives"), ("weight",), ("offsets",), ALL)
-OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("reference", "views", "weight"))
+OF_LABELS = ((), ("weight",), ("views",), ("reference",), ("views", "unnamed"), ("reference", "views", "weight"))
 UNMASKED = tuple(name for name in ALL if name != "mask")  # to which a mask tells its function something
 ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for names in OF_PAIRS]
 ARGUMENTS += [("row", names) for names in (*OF_PAIRS[:3], UNMASKED)]
@@ -237,7 +242,7 @@ ARGUMENTS += [(kind, names) for kind in ("sup_con", "several") for names in OF_L
 
 OVER_RANKS = [(kind, ALL) for kind in ("one way", "symmetric", "siglip")]
 OVER_RANKS += [("row", UNMASKED)]
-OVER_RANKS += [(kind, OF_LABELS[-1]) for kind in ("sup_con", "several")]
+OVER_RANKS += [(kind, names) for kind in ("sup_con", "several") for names in OF_LABELS[-2:]]
 
 
 @pytest.mark.parametrize(
@@ -260,30 +265,6 @@ def test_one_process_is_the_textbook_formula(
 @on_ranks()
 def test_ranks_are_the_textbook_formula(rank: int, kind: str, names: tuple[str, ...]) -> None:
     compare(kind, names, range(5), KINDS[kind]().double(), NO_ROWS)
-
-
-@pytest.mark.parametrize("queue_size", [0, 14])
-@on_ranks()
-def test_views_without_labels_are_numbered_over_ranks_and_steps(rank: int, queue_size: int) -> None:
-    """The formula in three steps; a rank has no rows in the second. The control numbers the rows of each rank."""
-    world_size, loss, queue = dist.get_world_size(), SupConLoss(0.2, queue_size=queue_size), NO_ROWS
-    for step in range(3):
-        counts = [0 if step == 1 and r == 0 else 4 + r for r in range(world_size)]
-        views = [normal(count, 2 + (r + step) % 2, 4, seed=10 * step + r) for r, count in enumerate(counts)]
-        rows = unit(torch.cat([part.flatten(0, 1) for part in views]))
-        own = [torch.arange(len(part)).repeat_interleave(part.shape[1]) for part in views]
-        numbers = torch.cat([part + 100 * r + 1000 * step for r, part in enumerate(own)])
-        theirs, control = (
-            of_labels(loss, {"embeddings": rows, "labels": names}, queue, torch.tensor(5.0))
-            for names in (numbers, torch.cat(own))
-        )
-        ours = loss(views[rank])
-        assert_close(ours, theirs, **EXACT)
-        assert step == 1 or abs(control - theirs) > 1e-3  # in the second step there are the rows of one rank
-        (expected,) = torch.autograd.grad(theirs, views[rank])
-        assert_close(torch.autograd.grad(ours, views[rank])[0], world_size * expected, **EXACT)
-        if queue_size:
-            queue = torch.cat([queue[0], rows.detach()])[-queue_size:], torch.cat([queue[1], numbers])[-queue_size:]
 
 
 ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
