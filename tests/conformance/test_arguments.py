@@ -1,8 +1,7 @@
 """Every argument of every public signature has a case with another value than its default, over two uneven ranks.
 
 The values of the losses are in tests/loss_cases.py. In each case the values and gradients equal those of one process
-with all rows, and the argument makes a difference there. Of everything else argument_calls.py has the arguments that no
-test of another folder passes by name.
+with all rows, and the argument makes a difference there.
 """
 
 from __future__ import annotations
@@ -12,24 +11,29 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from argument_calls import CALLS, ROOMS
 from batches import split
-from loss_cases import IGNORED, KINDS, LOSSES, Form, Loss
+from loss_cases import IGNORED, KINDS, LOSSES, Form, Loss, normal
 from on_ranks import on_ranks, slow_but
 from subjects import LIMITS, error
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fullrank
+from fullrank.data import MPerClassSampler, UnrepeatedDistributedSampler
 from fullrank.errors import is_from_a_check
+from fullrank.preflight import concatenate
 
 TESTS = Path(__file__).parents[1]
+# What has public names. The integrations run under their frameworks, in tests/integrations.
+NAMES = ("accumulation", "data", "distributed", "gradients", "large", "losses", "metrics", "queues")
+ROOMS = (fullrank, *(import_module(f"fullrank.{name}") for name in NAMES))
 NUM_STEPS = 3  # of a module, the second in eval mode; a function has no state
 # Arguments that make no difference in one process.
 SILENT = {"gather_distributed", "gradient_reduction", "group", "name", "num_features", "validate_args"}
@@ -239,33 +243,35 @@ def test_arguments_of_losses(rank: int, name: str) -> None:
     assert differs(take_steps(first, "own"), take_steps(first, "all")) > 1e-3
 
 
-# Arguments of calls that, left out, change the result. Others say who takes part, how to compute, or what to check.
-EFFECTIVE = {"class_index", "gradient_reduction", "ignore_index", "keep", "multi_hot", "num_batches", "seed"}
+# Of everything else the arguments that no test of another folder passes by name.
+OTHERS = [("MPerClassSampler", "ignore_index", 3), ("UnrepeatedDistributedSampler", "num_replicas", 1)]
+OTHERS += [("UnrepeatedDistributedSampler", "rank", 0), ("verify_step", "join", concatenate)]
 
 
-@pytest.mark.parametrize("name", sorted({call.name.partition(".")[0] for call in CALLS}))
 @on_ranks()
-def test_arguments_of_calls(rank: int, name: str) -> None:
-    wrong = []
-    for call in CALLS:
-        if call.name.partition(".")[0] == name:
-            try:
-                pairs = call.run()
-            except Exception as raised:
-                raise AssertionError(call) from raised
-            found, expected = ([torch.as_tensor(one).double() for one in side] for side in zip(*pairs))
-            if not differs(found, expected) <= LIMITS["float64"]:
-                wrong.append((call.name, call.given, differs(found, expected)))
-            for argument in call.given.keys() & EFFECTIVE:
-                try:
-                    found = [torch.as_tensor(one).double() for one, _ in call.run(without=argument)]
-                except (ValueError, TypeError, RuntimeError) as refused:  # the rows are right with the argument alone
-                    if not is_from_a_check(refused):
-                        raise
-                    continue
-                if not differs(found, expected) > 1e-6:
-                    wrong.append((call.name, argument, "has no effect"))
-    assert not wrong, wrong
+def test_arguments_of_samplers(rank: int) -> None:
+    """The rows of each step are those of one process with batches as large as those of all ranks, in any order."""
+    size, alone, labels = dist.get_world_size(), dist.new_subgroups(1)[0], torch.arange(60) % 7
+    sampler = partial(MPerClassSampler, labels, 2, ignore_index=3)
+    spread, whole = torch.tensor([*sampler(4)]), torch.tensor([*sampler(4 * size, group=alone)])
+    parts = [torch.empty_like(spread) for _ in range(size)]
+    dist.all_gather(parts, spread)
+    assert torch.equal(torch.cat(parts, dim=1).sort(dim=1).values, whole.sort(dim=1).values)
+    assert not (labels[whole] == 3).any()
+    assert [*UnrepeatedDistributedSampler(range(7), num_replicas=1, rank=0)] == [*range(7)]
+
+
+@on_ranks()
+def test_arguments_of_verify_step(rank: int) -> None:
+    loss, model = fullrank.BCEWithLogitsLoss(), torch.nn.Linear(4, 1).double()
+
+    def step(model: torch.nn.Module, batch: Any) -> None:
+        loss(model(batch[0])[:, 0], batch[1]).backward()
+
+    rows = normal(5 + 2 * rank, 4, seed=rank)
+    given = {"group": dist.group.WORLD, "join": concatenate, "losses": [fullrank.SmoothAPLoss()]}
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert fullrank.verify_step(step, wrapped, (rows, (rows[:, 0] > 0).double()), **given).verdict == "exact"
 
 
 # The walk over the public signatures
@@ -301,7 +307,7 @@ CASES = [case for row in LOSSES.values() for case in cases_of(row)]
 GIVEN: list[Given] = [(case.name, case.argument, case.value) for case in CASES]
 # Where the default is the other value, since the form has another.
 GIVEN += [(case.name, case.argument, case.settings(False).get(case.argument)) for case in CASES]
-GIVEN += [(call.name, name, value) for call in CALLS for name, value in [*call.given.items(), ("", None)]]
+GIVEN += OTHERS
 
 
 @cache
@@ -340,7 +346,7 @@ def lacking(called: dict[str, Callable[..., Any]], given: list[Given]) -> dict[s
             if f"{name}({argument})" in NO_CASE:
                 excused.discard(f"{name}({argument})")
             else:
-                where = "`other` in tests/loss_cases.py, a call by name in another folder, or a row of CALLS"
+                where = "`other` in tests/loss_cases.py, or a call by name in another folder"
                 found[f"{name}({argument})"] = f"expected a case with another value than {default!r}: {where}"
     return found | dict.fromkeys(excused, "expected a reason in NO_CASE for what is public and has no case alone")
 
@@ -356,7 +362,7 @@ def new_verb(model: object, *, share: float = 0.5) -> None:
 @pytest.mark.parametrize(
     ("called", "given", "expected"),
     [
-        ({}, [("MemoryQueue.enqueue", "num_stored", None)], "MemoryQueue.enqueue(num_stored)"),
+        ({}, [("verify_step", "join", None)], "verify_step(join)"),
         ({"new_verb": new_verb}, [("new_verb", "model", 3)], "new_verb(share)"),
         ({"new_verb": new_verb}, [], "new_verb"),
     ],

@@ -16,6 +16,7 @@ from workers import error_of
 from fullrank.kernels.costs import TABLE
 from fullrank.metrics import EmbeddingAveragePrecision, EmbeddingPrecision, EmbeddingRecall, EmbeddingReciprocalRank
 
+IGNORED = -7
 K = (1, 3, 100)  # the last is more than there are rows
 ONE = "precision", "at r", "first", "first at 3"  # the metrics with one value
 
@@ -24,14 +25,14 @@ def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of seven labels, of which one occurs once and some are ignored."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 6, (count,), generator=generator)
-    labels[0], labels[1::9] = 17, -100
+    labels[0], labels[1::9] = 17, IGNORED
     return torch.randn(count, 5, generator=generator), labels
 
 
 def by_loops(rows: Tensor, labels: Tensor, is_query: list[bool], is_key: list[bool]) -> dict[str, list[float]]:
     """Return the means of each metric; some have a value for each k."""
     unit, found = torch.nn.functional.normalize(rows.double(), dim=1), []
-    live = [i for i, label in enumerate(labels.tolist()) if label != -100]
+    live = [i for i, label in enumerate(labels.tolist()) if label != IGNORED]
     for i in (i for i in live if is_query[i]):
         others = sorted((j for j in live if j != i and is_key[j]), key=lambda j: -float(unit[i] @ unit[j]))
         hits = [bool(labels[j] == labels[i]) for j in others]
@@ -54,6 +55,7 @@ def values_of(metric: Any) -> list[float]:
 
 
 def metrics(**options: Any) -> dict[str, Any]:
+    options = {"ignore_index": IGNORED, **options}
     one = [EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True)]
     one += [EmbeddingReciprocalRank(k, **options) for k in (None, 3)]
     at_k = {"recall": EmbeddingRecall(K, **options), "at k": EmbeddingPrecision(K, **options)}

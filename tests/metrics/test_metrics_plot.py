@@ -61,7 +61,7 @@ def test_the_review_curve_is_that_of_scikit_learn(kind: Any, pyplot: Any) -> Non
     logits, targets[::7] = (4 * logits).round() / 4, -100
     for part in (slice(0, 40), slice(40, 90)):
         metric.update(logits[part], targets[part])
-    curve, kept = metric.review_curve(1), targets != -100
+    curve, kept = metric.review_curve(class_index=1), targets != -100
     precision, recall, thresholds = precision_recall_curve((targets[kept] == 1).numpy(), logits[kept, 1].numpy())
     first = list(thresholds).index(curve.threshold[-1])  # scikit-learn leaves out what lies below the last positive
     for ours, theirs in zip(curve[1:], (precision[:-1], recall[:-1], thresholds)):

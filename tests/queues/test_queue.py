@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loss_cases import POOLED
 from on_ranks import common_error, on_ranks
 from torch import Tensor, nn
@@ -88,10 +89,11 @@ def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, d
 
 
 def test_rows_that_never_enter() -> None:
-    queue = MemoryQueue(8, 2)
+    queue, told = MemoryQueue(8, 2), MemoryQueue(8, 2)
     bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
     queue.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]))
-    assert queue.rows().logits.tolist() == [[3.0, 3.0]]
+    told.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]), num_stored=1)
+    assert queue.rows().logits.tolist() == told.rows().logits.tolist() == [[3.0, 3.0]]
 
 
 def test_negatives_only() -> None:
@@ -209,6 +211,7 @@ def test_a_loss_in_train_mode_keeps_its_queue_in_a_validation_without_gradients(
                 with context():
                     loss(*own)
                 assert loss.queue.position[2] - before == 19 * number
+        loss.queue.assert_synchronized(group=dist.group.WORLD)
     with torch.set_grad_enabled(rank == 0):
         assert "enqueues rows: True on rank 0, False on rank 1" in error_of(lambda: plain[0](*rows_of(3, rank, 2)))[1]
 
