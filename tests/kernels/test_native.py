@@ -23,8 +23,6 @@ from torch._subclasses import FakeTensorMode
 
 import fullrank
 from fullrank.kernels import native
-from fullrank.kernels.costs import TABLE
-from fullrank.kernels.sigmoid_sums import sigmoid_sums
 from fullrank.kernels.smooth_ap.sums import smooth_ap_and_gradient
 from fullrank.kernels.spread import spread_of
 from fullrank.losses.pooled.pool import PerClass, Pool
@@ -365,29 +363,6 @@ def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
         native.evaluate(table[:, :1], *only, both, positive[:1], 2 * table[:, :1].double())
         twice = value[:1] * (1 + positive[:1].double())
         torch.testing.assert_close(both.double(), twice, rtol=0, atol=20 * LIMITS[dtype])
-
-
-@needs_extension
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_sums_of_sigmoids_with_and_without_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several classes, with weights of one and others."""
-    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=1000))
-    keys, _, _ = rows(2, 3000, dtype)
-    ones, others = torch.ones(2, 3000, 1, dtype=dtype), torch.rand(2, 3000, 1, dtype=dtype)
-    calls, plain = [], native.moments
-    monkeypatch.setattr(native, "moments", lambda *given, **more: calls.append(given) or plain(*given, **more))
-    for weights in (ones, others):
-        found = []
-        for functions in (native.FUNCTIONS, {}):
-            with monkeypatch.context() as patch:
-                patch.setattr(native, "FUNCTIONS", functions)
-                points, queries = keys.clone().requires_grad_(), keys[:, :40].clone().requires_grad_()
-                sums = sigmoid_sums(queries, points, weights, 0.1, method="binned")
-                sums.square().sum().backward()
-                found.append([sums.detach(), queries.grad, points.grad])
-        for ours, torchs in zip(*found):
-            assert (ours - torchs).norm() <= 2 * LIMITS[dtype] * torchs.norm()
-    assert len(calls) == 6  # of the keys, forward and backward, and of the queries, backward
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------

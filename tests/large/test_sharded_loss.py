@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from batches import portion
 from gradient_cases import forced
+from loss_cases import step
 from on_ranks import common_error, on_ranks, same
-from torch import Tensor, nn
+from torch import Tensor
 
 import fullrank
 from fullrank import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
@@ -38,14 +39,6 @@ def draw(count: int, num_classes: int = 1, seed: int = 0) -> tuple[Tensor, Tenso
     if num_classes > 1:
         return logits, torch.arange(count) % num_classes
     return logits, (torch.arange(count) % 20 == 3).long()
-
-
-def take_step(loss: nn.Module, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.clone().requires_grad_()
-    value = loss(logits, targets)
-    value.backward()
-    assert logits.grad is not None
-    return value.detach(), logits.grad
 
 
 # What it wraps
@@ -103,7 +96,7 @@ def test_a_setting_that_changes_on_one_rank_raises_on_all(rank: int, change: str
         sharded, clean = ShardedLoss(KINDS[name]()), ShardedLoss(KINDS[name]())
         with forced(form):
             for index in range(num_before):
-                take_step(sharded, *draw(40 + rank, seed=index))
+                step(sharded, *draw(40 + rank, seed=index))
             before, right = str(sharded.state_dict()), getattr(sharded.loss, attribute)
             if rank == odd_rank:
                 setattr(sharded.loss, attribute, value)
@@ -112,7 +105,7 @@ def test_a_setting_that_changes_on_one_rank_raises_on_all(rank: int, change: str
             assert message.startswith(f"ShardedLoss failed on rank {odd_rank}: ")
             setattr(sharded.loss, attribute, right)
             assert str(sharded.state_dict()) == before
-            assert all(map(torch.equal, *(take_step(one, *draw(40 + rank, seed=9)) for one in (sharded, clean))))
+            assert all(map(torch.equal, *(step(one, *draw(40 + rank, seed=9)) for one in (sharded, clean))))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -189,8 +182,8 @@ def test_all_ranks_take_one_form_on_both_sides_of_the_boundary(rank: int, name: 
         counts = portion(count, shares)
         own = logits.split(counts)[rank], targets.split(counts)[rank]
         with forms_taken() as taken:
-            value, gradient = take_step(ShardedLoss(KINDS[name]()), *own)
-        expected, right = take_step(KINDS[name](), *own)
+            value, gradient = step(ShardedLoss(KINDS[name]()), *own)
+        expected, right = step(KINDS[name](), *own)
         norm = fullrank.all_gather_no_grad(right).norm()
         (form,) = taken
         same((form, value.item()))
@@ -225,8 +218,8 @@ def test_all_ranks_let_the_positives_travel_from_one_number_of_classes_on(rank: 
         counts = portion(len(logits), [5, *[2] * (dist.get_world_size() - 1)])
         own = logits.split(counts)[rank], targets.split(counts)[rank]
         with forms_taken() as taken:
-            value, gradient = take_step(ShardedLoss(KINDS["smooth_ap"](num_classes)), *own)
-        expected, right = take_step(KINDS["smooth_ap"](num_classes), *own)
+            value, gradient = step(ShardedLoss(KINDS["smooth_ap"](num_classes)), *own)
+        expected, right = step(KINDS["smooth_ap"](num_classes), *own)
         assert same(taken) == [form]
         torch.testing.assert_close(value, expected, rtol=2e-6, atol=0)
         assert (gradient - right).norm() <= 2e-6 * right.norm()
@@ -277,7 +270,7 @@ def test_a_rank_may_work_alone(rank: int, name: str) -> None:
     sharded, plain = ShardedLoss(KINDS[name]()), KINDS[name](gather_distributed=False)
     sharded.loss.gather_distributed = False
     if rank == 0:
-        assert all(map(torch.equal, take_step(sharded, *draw(40)), take_step(plain, *draw(40))))
+        assert all(map(torch.equal, step(sharded, *draw(40)), step(plain, *draw(40))))
     sharded.loss.gather_distributed = None
     same(sharded(*draw(40 + rank, seed=rank)).item())
 

@@ -1,4 +1,4 @@
-"""NDCG: the definition written out with loops, scikit-learn and torchmetrics at small temperatures, queries."""
+"""NDCG: the definition written out with loops, scikit-learn at small temperatures, queries."""
 
 from __future__ import annotations
 
@@ -62,11 +62,7 @@ def test_value_and_gradient_are_those_of_the_definition(gain: str, top: int | No
 
 @pytest.mark.parametrize("top", [None, 1, 10])
 @pytest.mark.parametrize("count", [30, 5_000])
-def test_small_temperatures_give_scikit_learn_and_torchmetrics(
-    count: int, top: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchmetrics.retrieval import RetrievalNormalizedDCG  # slow to import
-
+def test_small_temperatures_give_scikit_learn(count: int, top: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ndcg, "MOST_GRADES", 100)  # so that relevances are counted
     scores, relevance, indexes = rows_of(count)
     kept = relevance != IGNORED
@@ -84,9 +80,6 @@ def test_small_temperatures_give_scikit_learn_and_torchmetrics(
     weighted = NDCGLoss(0.01, top=top)(scores, relevance, indexes, sample_weight=weight).item()
     assert_close(weighted, sum(a * b for a, b in zip(whole.tolist(), mass)) / sum(mass), **EXACT)
     assert abs(weighted - whole.mean().item()) > 1e-4  # control
-    metric = RetrievalNormalizedDCG(top_k=top)
-    value = metric(torch.from_numpy(x) + 1, torch.from_numpy(y), torch.from_numpy(query) + 2)
-    assert_close(1 - whole.mean().item(), value.item(), rtol=0, atol=1e-6)  # the metric is float32
 
 
 @pytest.mark.skipif(not native.FUNCTIONS, reason=why_torch_computes())
@@ -185,9 +178,6 @@ def test_what_is_refused() -> None:
     scores, relevance, _ = rows_of(30)
     with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
         NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
-    relevance[3] = -7  # one row alone
-    with pytest.raises(ValueError, match=r"numbers >= 0, finite, .*got -7"):
-        NDCGLoss()(scores, relevance)
 
 
 def test_unchecked_relevance_below_zero_is_a_gain_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
