@@ -224,23 +224,6 @@ def test_rows_without_a_valid_class(rank: int, form: str) -> None:
                 torch.testing.assert_close(gradient / world_size, whole.split(counts)[rank], **close | {"rtol": 1e-5})
 
 
-@on_ranks()
-def test_a_rank_without_positives(rank: int) -> None:
-    """All positives are on the last rank, in every form."""
-    last = torch.distributed.get_world_size() - 1
-    logits, targets = torch.randn(50, 1, generator=torch.Generator().manual_seed(rank)), torch.zeros(50).long()
-    targets[::4] = rank == last
-    for form, case in (("moments", AP), ("positives", AP), ("sums", RECALL), ("sums", PAUC)):
-        plain = make_loss(case._replace(sharded=False, queue_size=0), local=False)
-        gathered = loss_and_gradient(plain, Rows(logits, targets))
-        with forced(form):
-            sharded = loss_and_gradient(make_loss(case, local=False), Rows(logits, targets))
-        for found, expected in zip(sharded, gathered):
-            torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-8)
-        assert sharded[1].count_nonzero() > 0
-        assert same(sharded[0].item()) > 0
-
-
 # The automatic temperature
 
 

@@ -1,4 +1,4 @@
-"""The metrics of embeddings against definitions in loops, those of pytorch-metric-learning, and one process."""
+"""The metrics of embeddings against definitions in loops, torchmetrics, and one process."""
 
 from __future__ import annotations
 
@@ -80,23 +80,6 @@ def test_they_are_their_definitions(with_references: bool, monkeypatch: pytest.M
                     metric.update(rows[part], labels[part])
         assert values_of(metric) == pytest.approx(expected[name], rel=1e-12)
         assert values_of(metric) != pytest.approx(control[name], rel=1e-4)
-
-
-def test_they_are_those_of_pytorch_metric_learning() -> None:
-    accuracy = pytest.importorskip("pytorch_metric_learning.utils.accuracy_calculator")
-    inference = pytest.importorskip("pytorch_metric_learning.utils.inference")
-    distances = pytest.importorskip("pytorch_metric_learning.distances")
-    names = "precision_at_1", "mean_average_precision", "mean_average_precision_at_r", "mean_reciprocal_rank"
-    knn = inference.CustomKNN(distances.CosineSimilarity())
-    theirs = accuracy.AccuracyCalculator(include=names, k=59, knn_func=knn)
-    rows, labels = rows_of(60)
-    labels = labels.abs() % 5
-    expected = theirs.get_accuracy(rows, labels)
-    ours = {"recall": names[0], "at k": names[0], "precision": names[1], "at r": names[2], "first": names[3]}
-    for name in ours:
-        metric = metrics()[name]
-        metric.update(rows, labels)
-        assert values_of(metric)[0] == pytest.approx(expected[ours[name]], rel=1e-6)
 
 
 def test_they_are_those_of_torchmetrics_over_a_list_of_candidates() -> None:
