@@ -88,31 +88,34 @@ def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, d
     assert int(queue.checksum) % 2**64 == total % 2**64
 
 
-def test_rows_that_never_enter() -> None:
-    queue, told = MemoryQueue(8, 2), MemoryQueue(8, 2)
-    bad = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
-    queue.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]))
-    told.enqueue(bad, torch.tensor([0, 1, 0, -100, 1]), num_stored=1)
-    assert queue.rows().logits.tolist() == told.rows().logits.tolist() == [[3.0, 3.0]]
+BAD = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
+NEGATIVES = {"keep": "negatives"}
+# Settings of a queue of two classes, rows, their targets, and the targets of those that enter.
+ENTERING: dict[str, tuple[dict[str, Any], Tensor, Any, Any]] = {
+    "finite": ({}, BAD, [0, 1, 0, -100, 1], [1]),
+    "negatives": (NEGATIVES | {"num_classes": 1}, rows(0, 6)[0], [0, 1, 0, 1, 0, 1], [0, 0, 0]),
+    "negatives of the other class": (NEGATIVES, BAD[3:], [0, 1], [0, 1]),
+    "negatives of a label": (NEGATIVES | {"multi_hot": True}, BAD[[3, 4, 4]], [[1, 1], [1, 0], [1, -100]], [[1, 0]]),
+    "multi-hot": ({"multi_hot": True}, BAD[[3, 4, 4]], [[1, -100], [0, 0], [-100] * 2], [[1, -100], [0, 0]]),
+    "a wide index": (
+        {"multi_hot": True, "ignore_index": 255},
+        *(BAD[[3, 4, 4]], [[1, 255], [0, 0], [255] * 2], [[1, 255], [0, 0]]),
+    ),
+    "none": ({"capacity": 0}, BAD[3:], [0, 1], []),
+}
 
 
-def test_negatives_only() -> None:
-    binary = MemoryQueue(8, 1, keep="negatives")
-    binary.enqueue(*rows(0, 6))
-    assert contents(binary) == [0.0, 2.0, 4.0]
-    several = MemoryQueue(8, 2, keep="negatives")  # each row is a negative of the other class
-    several.enqueue(torch.zeros(3, 2), torch.tensor([0, 1, 0]))
-    assert len(several) == 3
-    labels = MemoryQueue(8, 2, keep="negatives", multi_hot=True)
-    labels.enqueue(torch.zeros(3, 2), torch.tensor([[1, 1], [1, 0], [1, -100]]))
-    assert labels.rows().targets.tolist() == [[1, 0]]
-
-
-def test_multi_hot_rows_and_a_wide_ignore_index() -> None:
-    for ignore_index in (-100, 255):
-        queue = MemoryQueue(4, 2, ignore_index, multi_hot=True)
-        queue.enqueue(torch.zeros(3, 2), torch.tensor([[1, ignore_index], [0, 0], [ignore_index] * 2]))
-        assert queue.rows().targets.tolist() == [[1, ignore_index], [0, 0]]
+@pytest.mark.parametrize("name", ENTERING)
+def test_rows_that_enter(name: str) -> None:
+    """Also where their number is told."""
+    settings, logits, targets, entering = ENTERING[name]
+    for told in ({}, {"num_stored": len(entering)}):
+        queue = MemoryQueue(**{"capacity": 8, "num_classes": 2, **settings})
+        queue.enqueue(logits.clone().requires_grad_(), torch.tensor(targets), **told)
+        held = queue.rows()
+        assert held.targets.tolist() == entering
+        assert held.logits.isfinite().all()
+        assert not held.logits.requires_grad
 
 
 def test_weights_and_flags_stay_with_their_rows() -> None:
@@ -128,15 +131,6 @@ def test_weights_and_flags_stay_with_their_rows() -> None:
     queue.reset()
     assert len(queue) == 0
     assert queue.rows().sample_weight is None
-
-
-def test_capacity_zero_and_a_stored_row_has_no_graph() -> None:
-    queue = MemoryQueue(0, 1)
-    queue.enqueue(*rows(0, 5))
-    assert len(queue) == 0
-    queue = MemoryQueue(2, 1)
-    queue.enqueue(torch.ones(1, 1, requires_grad=True) * 2, torch.tensor([1]))
-    assert not queue.rows().logits.requires_grad
 
 
 def test_dtype_follows_the_rows_and_never_the_module() -> None:
