@@ -45,6 +45,27 @@ KINDS: dict[str, Callable[..., Any]] = {
     "sup_con": partial(SupConLoss, 0.2, queue_size=14),
     "several": partial(SupConLoss, 0.2),
 }
+ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+HARD = {"hardness_strength": 9.0}
+DIRECTED: dict[str, Given] = {  # options of InfoNCELoss; "and" says what a call gets besides
+    **{mode: {"hardness_mode": mode, **HARD} for mode in ("all_negatives", "in_batch_negatives", "hard_negatives")},
+    "joint": {"directions": ALL_WAYS},
+    "joint with keys as queries": {"directions": ALL_WAYS[::2]},
+    "joint with queries": {"directions": ALL_WAYS[1::-1]},
+    "joint with documents": {"directions": ALL_WAYS[::3]},
+    "per_direction": {"directions": ALL_WAYS[::2], "partition_mode": "per_direction"},
+    "all": {"directions": ALL_WAYS, "hardness_mode": "in_batch_negatives", **HARD},
+    "both ways": {"symmetric": True, "hardness_mode": "hard_negatives", **HARD},
+    "mask": {"margin": 0.3},
+    "relative mask": {"margin": 0.3, "margin_strategy": "relative"},
+    "all and mask": {"directions": ALL_WAYS, "margin": 0.3, "margin_strategy": "relative"},
+    "all and labels": {"directions": ALL_WAYS, "hardness_mode": "hard_negatives", **HARD},
+    "all and offsets": {"directions": ALL_WAYS, "hardness_mode": "all_negatives", **HARD},
+}
+KINDS |= {
+    name: partial(InfoNCELoss, 0.2, learn_temperature=True, queue_size=8 * ("directions" not in options), **options)
+    for name, options in DIRECTED.items()
+}
 ALL = "negatives", "labels", "mask", "weight", "negative_labels", "offsets"
 LABELS = torch.tensor([3, 3, 1, 1, 1, 1, 7, -2, -2, 9, -100])  # 7 and 9 are alone, the last is ignored
 # Several labels a row, of which some have none; the last row has one of its own.
@@ -81,6 +102,8 @@ def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 1
         sizes = [count, count, *[further] * ("negatives" in names)]
         if "negatives" in names:
             given["negatives"] = normal(further, 4, seed=next(seeds))
+        if "whose" in names:  # the query of each negative
+            given["whose"] = torch.arange(count).repeat_interleave(further // max(1, count))
         if "labels" in names and step != 1:
             given["labels"] = labels[:count]
             if "negative_labels" in names:
@@ -98,8 +121,9 @@ def draw(kind: str, names: tuple[str, ...], step: int, rank: int, count: int = 1
 def joined(parts: list[Given], repeat: Any = Tensor.repeat_interleave) -> Given:
     """Return the arguments of one process with the rows of all ranks, of which each view is a row."""
     found: dict[str, list[Any]] = {name: [] for name in parts[0]}
-    for part in parts:
+    for index, part in enumerate(parts):
         for name, rows in part.items():
+            rows = rows + sum(len(other["keys"]) for other in parts[:index]) if name == "whose" else rows
             of = "reference" if name == "reference_labels" else "embeddings"
             if of in part and rows.ndim < 3 and part[of].ndim == 3:
                 rows = rows[repeat(torch.arange(len(rows)), part[of].shape[1])]
@@ -110,42 +134,53 @@ def joined(parts: list[Given], repeat: Any = Tensor.repeat_interleave) -> Given:
     }
 
 
-def left_out(given: Given, guides: tuple[Tensor, Tensor], second: int, of_queue: Tensor) -> Tensor:
-    """Return which candidates each pair leaves out: keys, negatives, queued. ``guides`` are of both sides."""
-    count = len(given["keys"])
-    found = torch.zeros(count, count + second + len(of_queue), dtype=torch.bool)
-    if "labels" in given:
-        of_negatives = given.get("negative_labels", torch.full((second,), -100))[:second]
-        others = torch.cat([given["labels"], of_negatives, of_queue])
-        found |= (given["labels"][:, None] == others) & (others != -100)
-    if "mask" in given:
-        least = F.cosine_similarity(*given["mask"][:2]) - MARGIN
-        found[:, : count + second] |= unit(guides[0]) @ unit(guides[1]).T > least[:, None]
-    return found & ~torch.eye(*found.shape, dtype=torch.bool)
-
-
-def of_pairs(loss: Any, given: Given, queue: Queue, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the loss of all pairs by one matrix, and by a second one of keys among queries if it is symmetric."""
-    kept = unit if loss.normalize else torch.clone
+def of_pairs(options: Given, given: Given, queue: Queue, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the loss of all pairs by a matrix of each direction. Documents are keys, negatives and queued rows."""
+    kept = unit if options.get("normalize", True) else torch.clone
     queries, keys = kept(given["queries"]), kept(given["keys"])
-    negatives, weight = kept(given.get("negatives", keys[:0])), given.get("sample_weight", torch.ones(len(keys)))
-    first, second, third = (*given.get("mask", ()), *[torch.zeros(0, 3, dtype=torch.float64)] * 3)[:3]
-    among_keys = left_out(given, (first, torch.cat([second, third])), len(negatives), queue[1])
-    scores, places = scale * queries @ torch.cat([keys, negatives, queue[0]]).T, torch.arange(len(keys))
-    zeros = torch.zeros(len(keys) + len(negatives), dtype=torch.float64)
-    scores = scores + torch.cat([*given.get("offsets", [zeros]), queue[2]])
+    negatives, places = kept(given.get("negatives", keys[:0])), torch.arange(len(keys))
+    labels = given.get("labels", torch.full_like(places, -100))
+    of_negatives = given.get("negative_labels", torch.full((len(negatives),), -100))[: len(negatives)]
+    whose = [places, given.get("whose", torch.full_like(of_negatives, -1)), torch.full_like(queue[1], -1)]
+    sides = {  # rows, their queries, their labels and their guides, which queued rows have not
+        "query": (queries, places, labels, given.get("mask", [queries])[0]),
+        "doc": (
+            torch.cat([keys, negatives, queue[0]]),
+            torch.cat(whose),
+            torch.cat([labels, of_negatives, queue[1]]),
+            torch.cat([*given.get("mask", ())[1:], torch.zeros(0, 3, dtype=torch.float64)]),
+        ),
+    }
+    offsets = [*given.get("offsets", [torch.zeros(len(keys) + len(negatives), dtype=torch.float64)]), queue[2]]
+    directions, is_joint = options.get("directions", ALL_WAYS[:1]), options.get("partition_mode", "joint") == "joint"
+    if options.get("symmetric"):
+        directions, is_joint = ALL_WAYS[::2], False
+    pair, parts = scale * (queries * keys).sum(dim=1), []
+    own = {ALL_WAYS[0]: pair + torch.cat(offsets)[: len(keys)]}
+    for name in directions:
+        (anchors, _, _, guides), (rows, owners, names, others) = (sides[side] for side in name.split("_to_"))
+        scores, is_own = scale * anchors[: len(keys)] @ rows.T, owners == places[:, None]
+        is_key, left_out = torch.eye(*scores.shape, dtype=torch.bool), (labels[:, None] == names) & (names != -100)
+        if "mask" in given:
+            least = F.cosine_similarity(*given["mask"][:2])
+            least = least - options.get("margin", 0.0) * (least.abs() if "margin_strategy" in options else 1.0)
+            left_out[:, : len(others)] |= unit(guides[: len(keys)]) @ unit(others).T > least[:, None]
+        left_out = left_out & ~is_key | (is_own if name in ALL_WAYS[1::2] else False)
+        if name == ALL_WAYS[0]:
+            hard = {"all_negatives": ~is_key, "in_batch_negatives": ~is_own, "hard_negatives": is_own & ~is_key}
+            penalty = (scores / scale).detach() * hard.get(options.get("hardness_mode", ""), is_key & ~is_key)
+            scores = scores + options.get("hardness_strength", 0.0) * penalty + torch.cat(offsets)
+        parts.append(scores.masked_fill(left_out, -math.inf))
+    values = torch.cat(parts, dim=1).logsumexp(dim=1) - own[ALL_WAYS[0]]
     if bias is not None:
-        signs = 2 * torch.eye(*scores.shape, dtype=torch.float64) - 1
-        values = -F.logsigmoid(signs * (scores + bias)).masked_fill(among_keys, 0).sum(dim=1)
-    else:
-        values = F.cross_entropy(scores.masked_fill(among_keys, -math.inf), places, reduction="none")
-    if loss.symmetric:
-        others = (scale * keys @ queries.T).masked_fill(left_out(given, (second, first), 0, LABELS[:0]), -math.inf)
-        values = (values + F.cross_entropy(others, places, reduction="none")) / 2
-    return (values @ weight.double()) / weight.sum()
+        values = -F.logsigmoid((2.0 * is_key - 1) * (parts[0] + bias)).masked_fill(left_out, 0).sum(dim=1)
+    elif not is_joint:
+        values = sum(part.logsumexp(dim=1) - own.get(name, pair) for name, part in zip(directions, parts)) / len(parts)
+    weight = given.get("sample_weight", torch.ones(len(keys))).double()
+    return (values @ weight) / weight.sum()
 
 
-def of_labels(loss: Any, given: Given, queue: Queue, scale: Tensor) -> Tensor:
+def of_labels(options: Given, given: Given, queue: Queue, scale: Tensor) -> Tensor:
     """Return eq. 2 of Khosla et al., row by row; of a reference, as of ``ref_emb`` in pytorch-metric-learning."""
     rows, names = given["embeddings"], given["labels"]
     others, of_others = given.get("reference", rows), given.get("reference_labels", names)
@@ -177,8 +212,11 @@ def enqueued(loss: Any, given: Given, queue: Queue) -> Queue:
     return (*(torch.cat(both)[-loss.queue_size :] for both in zip(queue, new)),)
 
 
-def numbers(step: int, rank: int, size: int) -> tuple[int, int]:
+def numbers(kind: str, step: int, rank: int, size: int) -> tuple[int, int]:
     """Return how many pairs and further rows a rank has: in some steps one has none, in the last there is one pair."""
+    if kind in DIRECTED:  # as many negatives for each query
+        count = 5 if size == 1 else 0 if (step, rank) == (2, 0) else 3 + rank
+        return count, count * (1 + (step + rank) % 2)
     count, further = (11, 9) if size == 1 else (4 + rank, 3 + rank)
     if step == 3 or (step, rank) == (2, 1):
         further = 0
@@ -188,20 +226,24 @@ def numbers(step: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Queue, device: Any = "cpu") -> Queue:
-    """Compare loss and gradients of these steps with those of one matrix over all ranks; return the queue after them.
+    """Compare loss and gradients of these steps with those of a matrix over all ranks; return the queue after them.
 
-    The controls leave out an argument or the queue, and mix the views.
+    The controls leave out an argument, an option, the queue or the rows of the other ranks, and mix the views.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     definition: Any = of_labels if kind in ("sup_con", "several") else of_pairs
+    options: Given = KINDS[kind].keywords
     learned = [*loss.parameters()]
     theirs = [one.detach().cpu().clone().requires_grad_() for one in learned]
     numbered = [theirs[0].exp() if theirs else torch.tensor(5.0), *theirs[1:]]
     for step in steps:
-        parts = [draw(kind, names, step, each, *numbers(step, each, size)) for each in range(size)]
+        parts = [draw(kind, names, step, each, *numbers(kind, step, each, size)) for each in range(size)]
         given = joined(parts)
-        expected = definition(loss, given, queue, *numbered)
-        passed = {name: rows for name, rows in parts[rank].items() if name != "labels" or "unnamed" not in names}
+        expected = definition(options, given, queue, *numbered)
+        hidden = {"whose"} | ({"labels"} if "unnamed" in names else set())
+        passed = {name: rows for name, rows in parts[rank].items() if name not in hidden}
+        if "whose" in names:
+            passed["negatives"] = passed["negatives"].reshape(len(passed["keys"]), 1 + (step + rank) % 2, 4)
         value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), passed))
         assert_close(value.cpu(), expected, **EXACT)
         leaves = [rows for rows in parts[rank].values() if isinstance(rows, Tensor) and rows.requires_grad]
@@ -211,7 +253,9 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
         others = [(given, NO_ROWS)] * bool(len(queue[0]))
         if "unnamed" in names and (len(queue[0]) or (size > 1 and step != 1)):  # without numbers of ranks and steps
             others.append((given | {"labels": given["labels"] % 100}, (queue[0], queue[1] % 100, queue[2])))
-        for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels"}:
+        if 0 < len(parts[rank].get("keys", ())) < len(given.get("keys", ())):
+            others.append((joined(parts[rank : rank + 1]), queue))
+        for name in given.keys() - {"queries", "keys", "embeddings", "reference_labels", "whose"}:
             if (name, kind) == ("labels", "several") and "unnamed" not in names:  # equal labels instead of a shared one
                 names_of = [one for one in ("labels", "reference_labels") if one in given]
                 sets = torch.cat([given[one] for one in names_of]).unique(dim=0, return_inverse=True)[1]
@@ -219,13 +263,16 @@ def compare(kind: str, names: tuple[str, ...], steps: range, loss: Any, queue: Q
             elif name != "labels" or kind not in ("sup_con", "several"):
                 left = {other: rows for other, rows in given.items() if not other.startswith(name)}
                 if name == "negatives":
-                    left = {other: rows for other, rows in left.items() if other != "negative_labels"}
+                    left = {other: rows for other, rows in left.items() if other not in ("negative_labels", "whose")}
                     sizes = {"mask": 2, "offsets": 1}
                     left |= {other: left[other][:size] for other, size in sizes.items() if other in left}
                 others.append((left, queue))
         others += [(joined(parts, lambda rows, views: rows.repeat(views)), queue)] * ("views" in names)
         for other, rows in others if step < 3 else ():
-            assert abs(definition(loss, other, rows, *numbered) - expected) > 1e-4
+            assert abs(definition(options, other, rows, *numbered) - expected) > 1e-4
+        for left_out in DIRECTED.get(kind, ()) if step == 0 else ():
+            less = {name: value for name, value in options.items() if name != left_out}
+            assert abs(definition(less, given, queue, *numbered) - expected) > 1e-3
         queue = enqueued(loss, given, queue) if loss.queue_size else queue
     loss.queue.assert_synchronized()
     return queue
@@ -238,15 +285,24 @@ ARGUMENTS = [(kind, names) for kind in ("one way", "symmetric", "siglip") for na
 ARGUMENTS += [("row", names) for names in (*OF_PAIRS[:3], UNMASKED)]
 ARGUMENTS += [("dot", ()), ("dot", ("weight",))]
 ARGUMENTS += [(kind, names) for kind in ("sup_con", "several") for names in OF_LABELS]
-
-
+OF_DIRECTED = {
+    kind: ("negatives", "whose", "weight", *(name for name in ("mask", "offsets", "labels") if name in kind))
+    for kind in DIRECTED
+}
+OF_DIRECTED["all and labels"] += ("negative_labels",)
+ARGUMENTS += OF_DIRECTED.items()
 OVER_RANKS = [(kind, ALL) for kind in ("one way", "symmetric", "siglip")]
+ON_DEVICES = [OVER_RANKS[1], ("all and mask", OF_DIRECTED["all and mask"])]
 OVER_RANKS += [("row", UNMASKED)]
 OVER_RANKS += [(kind, names) for kind in ("sup_con", "several") for names in OF_LABELS[-2:]]
+OVER_RANKS += [(kind, names) for kind, names in OF_DIRECTED.items() if " and " in kind or kind[:3] in ("per", "bot")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "device"), on_devices(ARGUMENTS, OVER_RANKS[1:2]), ids=str, indirect=["device"]
+    ("kind", "names", "device"),
+    on_devices(ARGUMENTS, ON_DEVICES),
+    ids=str,
+    indirect=["device"],
 )
 def test_one_process_is_the_textbook_formula(
     kind: str, names: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -265,138 +321,6 @@ def test_one_process_is_the_textbook_formula(
 @on_ranks()
 def test_ranks_are_the_textbook_formula(rank: int, kind: str, names: tuple[str, ...]) -> None:
     compare(kind, names, range(5), KINDS[kind]().double(), NO_ROWS)
-
-
-ALL_WAYS = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
-HARD = {"hardness_strength": 9.0}
-DIRECTED: dict[str, Given] = {  # options of InfoNCELoss, and after a dash what a call gets
-    **{mode: {"hardness_mode": mode, **HARD} for mode in ("all_negatives", "in_batch_negatives", "hard_negatives")},
-    "joint": {"directions": ALL_WAYS},
-    "joint with keys as queries": {"directions": ALL_WAYS[::2]},
-    "joint with queries": {"directions": ALL_WAYS[1::-1]},
-    "joint with documents": {"directions": ALL_WAYS[::3]},
-    "per_direction": {"directions": ALL_WAYS[::2], "partition_mode": "per_direction"},
-    "all": {"directions": ALL_WAYS, "hardness_mode": "in_batch_negatives", **HARD},
-    "both ways": {"symmetric": True, "hardness_mode": "hard_negatives", **HARD},
-    "mask": {"margin": 0.3},
-    "relative mask": {"margin": 0.3, "margin_strategy": "relative"},
-    "all and mask": {"directions": ALL_WAYS, "margin": 0.3, "margin_strategy": "relative"},
-    "all and labels": {"directions": ALL_WAYS, "hardness_mode": "hard_negatives", **HARD},
-    "all and offsets": {"directions": ALL_WAYS, "hardness_mode": "all_negatives", **HARD},
-}
-
-
-def by_query(given: Given, whose: list[int], settings: Given, temperature: Any, held: Tensor = NO_ROWS[0]) -> Tensor:
-    """Return what the losses of sentence-transformers compute, query by query; ``whose`` are the negatives' queries.
-
-    Rows of a queue are documents of no query here, and so no hard negatives; they have no guide.
-    """
-    queries, keys, negatives = (unit(given[name]) for name in ("queries", "keys", "negatives"))
-    places, docs = range(len(keys)), [*enumerate(keys), *zip(whose, negatives), *((-1, row) for row in held)]
-    guides = [*map(unit, given["mask"])] if "mask" in given else None
-    labels = given["labels"].tolist() if "labels" in given else [-100] * len(keys)
-    of_docs = labels + (given["negative_labels"].tolist() if "labels" in given else [-100] * len(whose))
-    of_docs += [-100] * len(held)
-    added = torch.cat([*given.get("offsets", (torch.zeros(len(keys) + len(whose)),)), torch.zeros(len(held))])
-    directions, strength = settings.get("directions", ALL_WAYS[:1]), settings.get("hardness_strength", 0.0)
-    mode = str(settings.get("hardness_mode"))
-    if settings.get("symmetric"):
-        directions, settings = ALL_WAYS[::2], {**settings, "partition_mode": "per_direction"}
-    margin, total = settings.get("margin", 0.0), torch.zeros((), dtype=torch.float64)
-    for i in places:
-        least = guides[0][i] @ guides[1][i] if guides else torch.tensor(1.0)
-        least = least - margin * (least.abs() if settings.get("margin_strategy") == "relative" else 1.0)
-        scores: dict[str, list[Tensor]] = {name: [] for name in directions}
-        for name, kept in scores.items():
-            first, second = name.split("_to_")
-            for place, (owner, row) in enumerate(docs if second == "doc" else enumerate(queries)):
-                is_key, is_negative = (owner == i and place < len(keys)), place >= len(keys)
-                if owner == i and name in ALL_WAYS[1::2]:
-                    continue
-                label = of_docs[place] if second == "doc" else labels[place]
-                similar = False
-                if guides and owner >= 0:
-                    of_row = torch.cat(guides[1:])[place] if second == "doc" else guides[0][place]
-                    similar = bool(guides[first == "doc"][i] @ of_row > least)
-                if not is_key and (similar or label == labels[i] != -100):
-                    continue
-                cosine = (keys if first == "doc" else queries)[i] @ row
-                is_hard = {"all_negatives": not is_key, "in_batch_negatives": owner != i}
-                is_hard["hard_negatives"] = is_negative and owner == i
-                score = cosine / temperature
-                if name == "query_to_doc":
-                    score = score + added[place] + strength * cosine.detach() * is_hard.get(mode, False)
-                kept.append(score)
-        softmaxes = [*scores.values()]
-        if settings.get("partition_mode", "joint") == "joint":
-            softmaxes = [[*itertools.chain(*softmaxes)]]
-        total_of_all = sum(torch.stack(part).logsumexp(dim=0) for part in softmaxes) / len(softmaxes)
-        own = queries[i] @ keys[i] / temperature + added[i]
-        total = total + given["sample_weight"][i] * (total_of_all - own)
-    return total / given["sample_weight"].sum()
-
-
-def compare_options(name: str, device: Any = "cpu") -> None:
-    """Three steps: a rank without rows in the second, other numbers of negatives, blocks of two queries in the last.
-
-    With a queue where it may be. The controls are the loss without each option, and that of this rank's rows alone.
-    """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    settings, held, queue_size = DIRECTED[name], NO_ROWS[0], 8 * ("directions" not in DIRECTED[name])
-    loss = InfoNCELoss(0.2, learn_temperature=True, queue_size=queue_size, **settings).double().to(device)
-    names = ["negatives", "weight", *[part for part in ("mask", "offsets") if part in name]]
-    names += ["labels", "negative_labels"] * ("labels" in name)
-    effects: dict[str, float] = {}
-    for step in (0, 2, 3):
-        counts = [5] if size == 1 else [0 if (step, each) == (2, 0) else 3 + each for each in range(size)]
-        parts = [
-            draw("", (*names,), step, each, count, count * (1 + (step + each) % 2)) for each, count in enumerate(counts)
-        ]
-        whose = [
-            sum(counts[:each]) + place
-            for each, count in enumerate(counts)
-            for place in range(count)
-            for _ in range(1 + (step + each) % 2)
-        ]
-        given, scale = joined(parts), loss.logit_scale.detach().cpu().clone().requires_grad_()
-        expected = by_query(given, whose, settings, 1 / scale.exp(), held)[0]
-        each = parts[rank]
-        call = {**each, "negatives": each["negatives"].reshape(len(each["keys"]), 1 + (step + rank) % 2, 4)}
-        with pytest.MonkeyPatch.context() as patch:
-            if step == 3:
-                patch.setattr(embeddings_base, "FEWEST_ANCHORS", 2)
-                kind = torch.device(device).type
-                patch.setitem(TABLE, kind, TABLE.get(kind, TABLE["accelerator"])._replace(similarities_at_once=1))
-            value = loss(**tree_map_only(Tensor, lambda rows: rows.to(device), call))
-        assert_close(value.cpu(), expected, **EXACT)
-        leaves = [each[part] for part in ("queries", "keys", "negatives")]
-        found = torch.autograd.grad(value, [*leaves, loss.logit_scale])
-        for place, slope in enumerate(torch.autograd.grad(expected, [*leaves, scale], retain_graph=True)):
-            assert_close(found[place].cpu(), (size if place < 3 else 1) * slope, **EXACT)
-        for left in settings:
-            other = {option: kept for option, kept in settings.items() if option != left}
-            effect = abs(by_query(given, whose, other, 1 / scale.exp(), held) - expected)
-            effects[left] = max(effects.get(left, 0.0), effect.item())
-        if 0 < counts[rank] < sum(counts):
-            alone = [sum(counts[:rank]) <= owner < sum(counts[: rank + 1]) for owner in whose]
-            of_rank = [owner - sum(counts[:rank]) for owner, is_own in zip(whose, alone) if is_own]
-            assert abs(by_query(each, of_rank, settings, 1 / scale.exp(), held) - expected) > 1e-3
-        if queue_size:
-            held = torch.cat([held, unit(given["keys"].detach())])[-queue_size:]
-    assert min(effects.values()) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "device"), on_devices([(name,) for name in DIRECTED], [("all and mask",)]), indirect=["device"]
-)
-def test_options_of_one_process_are_those_of_sentence_transformers(name: str, device: torch.device) -> None:
-    compare_options(name, device)
-
-
-@pytest.mark.parametrize("name", ["per_direction", "both ways", "all and mask", "all and labels", "all and offsets"])
-@on_ranks()
-def test_options_over_ranks_are_those_of_sentence_transformers(rank: int, name: str) -> None:
-    compare_options(name)
 
 
 def columns() -> list[Tensor]:
@@ -661,7 +585,8 @@ def test_a_scale_that_is_held_on_every_process(rank: int) -> None:
     (slope,) = torch.autograd.grad(value, loss.logit_scale)
     limit = torch.tensor(math.log(5.0), dtype=torch.float64, requires_grad=True)
     of_all, part = (
-        of_pairs(loss, {"queries": queries[of], "keys": keys[of]}, NO_ROWS, limit.exp()) for of in (slice(None), own)
+        of_pairs({"symmetric": True}, {"queries": queries[of], "keys": keys[of]}, NO_ROWS, limit.exp())
+        for of in (slice(None), own)
     )
     (expected,) = torch.autograd.grad(of_all, limit)
     assert_close(value, of_all, **EXACT)
@@ -700,7 +625,7 @@ def test_a_scale_that_is_sharded_has_the_gradient_of_one_process(rank: int, redu
     wrap(holder, "fsdp2")
     own = rows.split([1] * (world_size - 1) + [9 - world_size])[rank]
     holder.contrast(own, own**2).backward()
-    of_all = of_pairs(holder.contrast, {"queries": rows, "keys": rows**2}, NO_ROWS, scale.exp())
+    of_all = of_pairs({}, {"queries": rows, "keys": rows**2}, NO_ROWS, scale.exp())
     (expected,) = torch.autograd.grad(of_all, scale, retain_graph=True)
     assert_close(whole(holder.contrast.logit_scale.grad), expected, **EXACT)
     # Another loss, or another scale, on another process: all raise, in the first and in the second step.
