@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from workers import error_of
 
 import fullrank
-from fullrank import InfoNCELoss, RowLoss, SigLIPLoss, SupConLoss
+from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, RowLoss, SigLIPLoss, SupConLoss
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import Block
 from fullrank.losses.embeddings import base as embeddings_base
@@ -497,10 +497,10 @@ def test_a_row_that_is_not_finite_stays_out_of_the_queue() -> None:
 
 
 def test_the_width_of_a_queue_is_that_of_the_first_rows() -> None:
-    loss, rows = SupConLoss(queue_size=8), normal(6, 4)
-    loss(rows, torch.arange(6) % 3)
-    with pytest.raises(ValueError, match=r"embeddings: expected shape \(N, 4\), as the queue, got .*\(6, 3\)"):
-        loss(rows[:, :3], torch.arange(6) % 3)
+    for loss, rows in ((SupConLoss(queue_size=8), normal(6, 4)), (RetrievalSmoothAPLoss(queue_size=8), normal(6, 4))):
+        loss(rows, torch.arange(6) % 3)
+        with pytest.raises(ValueError, match=r"embeddings: expected shape \(N, 4\), as the queue, got .*\(6, 3\)"):
+            loss(rows[:, :3], torch.arange(6) % 3)
     assert SupConLoss(queue_size=8, num_features=4).queue.rows().logits.shape == (0, 4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -262,67 +261,6 @@ def test_the_length_of_an_embedding_does_not_matter(scale: float) -> None:
     assert ((scaled.double() * gradient.double()).sum(dim=1).abs() <= 1e-5 * lengths).all()
 
 
-class Step(NamedTuple):
-    """A batch of ``layout``, and the loss of each of its queries over live and queued rows."""
-
-    embeddings: Tensor
-    labels: Tensor
-    losses: Tensor
-
-
-@cache
-def steps_of(layout: str) -> list[Step]:
-    """Return three steps with a queue of 20 rows, by the definition; computed once for all reductions and devices."""
-    rows, names, steps = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), []
-    for step in range(3):
-        embeddings, labels = make_embeddings(layout, step)
-        whole, kept = torch.cat([embeddings.requires_grad_(), rows]), labels != IGNORED
-        values = reference.retrieval_smooth_ap(whole, torch.cat([labels, names]), temperature=0.1, reduction="none")
-        steps.append(Step(embeddings, labels, values.loss[: len(labels)]))
-        unit = torch.nn.functional.normalize(embeddings.detach()[kept], dim=1)
-        rows, names = torch.cat([rows, unit])[-20:], torch.cat([names, labels[kept]])[-20:]
-    return steps
-
-
-WAYS = [("ignored rows", reduction) for reduction in REDUCTIONS]
-WAYS += [(layout, REDUCTIONS[2 * (number % 2)]) for number, layout in enumerate([*LAYOUTS][:-1])]
-
-
-@pytest.mark.parametrize(
-    ("layout", "reduction", "device"), cases.on_devices(WAYS, [("ignored rows", "mean")]), indirect=["device"]
-)
-def test_embeddings_and_a_queue_equal_the_reference(
-    layout: str, reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over live and queued rows, of which the live ones are queries. The control: without the queue.
-
-    In blocks of a query in the last step. With ``"none"`` the queries weigh differently in the backward.
-    """
-    loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
-    for step, (twin, labels, values) in enumerate(steps_of(layout)):
-        embeddings, named = twin.detach().to(device, copy=True).requires_grad_(), labels.to(device)
-        # The second step has weights of the queries, which have no effect on the loss of each.
-        weight = torch.arange(len(labels)).double() % 4
-        given = {"sample_weight": weight.to(device)} if step == 1 else {}
-        weight = weight if step == 1 and reduction != "none" else torch.ones_like(weight)
-        expected = values * weight
-        mean = expected.nansum() / weight[~expected.isnan()].sum()
-        expected = {"none": expected, "sum": expected.nansum(), "mean": mean}[reduction]
-        theirs = cases.gradient(expected, twin)
-        assert bool(theirs.any())
-        if step == 2:
-            monkeypatch.setitem(TABLE, device.type, TABLE["cpu"]._replace(similarities_at_once=1))
-        found = loss(embeddings, named, **given)
-        alone = retrieval_smooth_ap(embeddings, named, temperature=0.1, reduction=reduction, **given)
-        for value in (found,) if step else (found, alone):
-            assert_close(value.cpu(), expected, equal_nan=True, **COSINES)
-            assert_close(cases.gradient(value, embeddings).cpu(), theirs, **COSINES)
-        if step:
-            assert (alone - found).abs().nansum() > 1e-3
-    with pytest.raises(ValueError, match=r"expected shape \(N, 5\), as the queue"):
-        loss(embeddings[:, :4], named)
-
-
 def test_bools_are_labels_and_another_value_is_ignored() -> None:
     embeddings, labels = make_embeddings("ignored rows")
     moved = torch.where(labels == IGNORED, 77, labels)
@@ -333,10 +271,7 @@ def test_bools_are_labels_and_another_value_is_ignored() -> None:
     assert torch.equal(even, retrieval_smooth_ap(embeddings, 5 - 3 * (labels % 2)))
 
 
-# --- over ranks; tests/conformance has the promise ----------------------------------------------------------------
-
-
-# The rows of each rank in three steps: queries, and the reference.
+# The rows of each rank in three steps: queries, and the reference. tests/conformance has the promise.
 COUNTS = {
     1: [([9], [12])] * 3,
     2: [([4, 5], [7, 5]), ([0, 9], [12, 0]), ([9, 0], [3, 9])],
@@ -344,44 +279,67 @@ COUNTS = {
 }
 
 
-def compare_with_reference(reduction: str) -> None:
-    """The queries rank the reference of all ranks and a queue of 20 rows. The control: the queries rank each other."""
+def compare(reduction: str, layout: str = "", device: Any = "cpu") -> None:
+    """Queries of all ranks rank a reference, or in a ``layout`` each other, and a queue of 20 rows, in three steps.
+
+    The last is in blocks of a query. The second has weights, which have no effect on the loss of each query. The
+    control: queries that rank each other, without a queue.
+    """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    loss = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20)
+    loss, given = fullrank.RetrievalSmoothAPLoss(0.1, reduction, queue_size=20), {"temperature": 0.1}
     queued, named = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for step, parts in enumerate(COUNTS[size]):
         own, held = (slice(sum(each[:rank]), sum(each[: rank + 1])) for each in parts)
-        leaves = [cases.normal(count, 5, seed=2 * step + count).requires_grad_() for count in (9, 12)]
-        labels, of_others = torch.tensor([0, 1, 1, IGNORED, 2, 3, 0, 1, 9]), torch.arange(12) % 4
-        of_others[5] = IGNORED
-        given = {"temperature": 0.1, "reduction": "none"}
-        among = torch.cat([leaves[1], queued]), torch.cat([of_others, named])
-        values, control = (
-            reference.retrieval_smooth_ap(leaves[0], labels, among=other, **given).loss for other in (among, None)
-        )
-        weight = (torch.arange(9) % 4).double() if step == 1 else torch.ones(9).double()
+        if layout:
+            embeddings, labels = make_embeddings(layout, step)
+            leaves, of_others, own = [embeddings.requires_grad_()], labels, slice(None)
+        else:
+            leaves = [cases.normal(count, 5, seed=2 * step + count).requires_grad_() for count in (9, 12)]
+            labels, of_others = torch.tensor([0, 1, 1, IGNORED, 2, 3, 0, 1, 9]), torch.arange(12) % 4
+            of_others[5] = IGNORED
+        among = torch.cat([leaves[-1], queued]), torch.cat([of_others, named])
+        if layout:  # a query does not rank itself
+            values = reference.retrieval_smooth_ap(*among, **given, reduction="none").loss[: len(labels)]
+        else:
+            values = reference.retrieval_smooth_ap(leaves[0], labels, **given, reduction="none", among=among).loss
+        control = reference.retrieval_smooth_ap(leaves[0], labels, **given, reduction="none").loss
+        weight = torch.arange(len(labels)).double() % 4 if step == 1 else torch.ones(len(labels)).double()
         expected = values * (1.0 if reduction == "none" else weight)
         if reduction != "none":
             expected = expected.nansum() / (weight[~values.isnan()].sum() if reduction == "mean" else 1)
-        rows, others = ([leaves[0][own], labels[own]], [leaves[1][held], of_others[held]])
-        weights = {"sample_weight": weight[own]} if step == 1 else {}
-        found = loss(*rows, reference=others[0], reference_labels=others[1], **weights)
-        assert_close(found, expected, equal_nan=True, **COSINES)
-        for leaf, cut in zip(leaves, (own, held)):
-            theirs = cases.gradient(expected, leaf)
-            assert_close(cases.gradient(found, leaf)[cut], size * theirs[cut], **COSINES)
-            assert bool(theirs.any())
-        assert values.isnan().tolist() == [label in (IGNORED, 9) for label in labels.tolist()]
-        assert (control - values).abs().nansum() > 1e-2
+        rows = [leaves[0][own].detach().to(device, copy=True).requires_grad_(), labels[own].to(device)]
+        call = {"sample_weight": weight[own].to(device)} if step == 1 else {}
+        if not layout:
+            others = leaves[1][held].detach().clone().requires_grad_()
+            call |= {"reference": others, "reference_labels": of_others[held]}
+        blocks = {torch.device(device).type: TABLE["cpu"]._replace(similarities_at_once=1)}
+        with mock.patch.dict(TABLE, blocks if step == 2 else {}):
+            found = [loss(*rows, **call)]
+        if layout and step == 0:
+            found.append(retrieval_smooth_ap(*rows, reduction=reduction, **given))
+        for value in found:
+            assert_close(value.cpu(), expected, equal_nan=True, **COSINES)
+            for leaf, mine, cut in zip(leaves, (rows[0], call.get("reference")), (own, held)):
+                theirs = cases.gradient(expected, leaf)
+                assert bool(theirs.any())
+                assert_close(cases.gradient(value, mine).cpu(), size * theirs[cut], **COSINES)
+        assert (layout and step == 0) or (control - values).abs().nansum() > 1e-3
         kept = of_others != IGNORED
-        queued = torch.cat([queued, torch.nn.functional.normalize(leaves[1].detach()[kept], dim=1)])[-20:]
+        queued = torch.cat([queued, torch.nn.functional.normalize(leaves[-1].detach()[kept], dim=1)])[-20:]
         named = torch.cat([named, of_others[kept]])[-20:]
     loss.queue.assert_synchronized()
 
 
-@over_reductions
-def test_a_reference_is_ranked_in_one_process(reduction: str) -> None:
-    compare_with_reference(reduction)
+WAYS = [("ignored rows", reduction) for reduction in REDUCTIONS]
+WAYS += [(layout, REDUCTIONS[2 * (number % 2)]) for number, layout in enumerate([*LAYOUTS][:-1])]
+WAYS += [("", reduction) for reduction in REDUCTIONS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduction", "device"), cases.on_devices(WAYS, [("ignored rows", "mean")]), indirect=["device"]
+)
+def test_embeddings_and_a_queue_equal_the_reference(layout: str, reduction: str, device: torch.device) -> None:
+    compare(reduction, layout, device)
 
 
 @pytest.mark.parametrize(("reduction", "fewest"), [("mean", 0), ("none", 0), ("sum", 1000)])
@@ -389,4 +347,4 @@ def test_a_reference_is_ranked_in_one_process(reduction: str) -> None:
 def test_a_reference_of_all_ranks_is_ranked(rank: int, reduction: str, fewest: int) -> None:
     """Where each rank computes its own queries, and where every rank computes all."""
     with mock.patch.object(retrieval, "FEWEST_SPLIT", fewest):
-        compare_with_reference(reduction)
+        compare(reduction)
