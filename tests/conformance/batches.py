@@ -36,15 +36,9 @@ def make_rows(
     multi_hot: bool = False,
     weighted: bool = False,
 ) -> Rows:
-    """Return the same rows in every process.
+    """Return the same rows in every process; of one class the targets are 0 and 1.
 
-    Args:
-        seed: of all draws.
-        count: number of rows.
-        dtype: of features and weights; a name or a torch.dtype.
-        num_classes: 1 for the targets 0 and 1.
-        multi_hot: targets (N, C), a tenth of the elements ignored; else class indices, every sixth of them ignored.
-        weighted: draw weights.
+    A tenth of the elements of multi-hot targets (N, C) is ignored, or every sixth class index.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     generator = torch.Generator().manual_seed(seed)

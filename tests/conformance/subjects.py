@@ -25,15 +25,9 @@ NUM_FEATURES, WIDTH, HIDDEN = 7, 6, 8  # a token is one of as many words as a ro
 class Model(nn.Module):
     """Embedding, one hidden layer, ``num_outputs`` logits; the same in every process.
 
-    It takes tokens (..., integers), or rows of features (N, 7), of which a token is the one-hot case.
-
-    Args:
-        dtype: of the parameters; a name or a torch.dtype.
-        num_outputs: logits per token or row.
-        seed: of the parameters.
-        middle: modules after the hidden layer, such as a dropout.
-        buffers: count the forwards in a buffer, which DDP broadcasts.
-        loss: computed inside the forward if given, which then takes its further arguments.
+    It takes tokens (..., integers), or rows of features (N, 7), of which a token is the one-hot case. ``middle`` comes
+    after the hidden layer, ``buffers`` counts the forwards in a buffer, which DDP broadcasts, and with a ``loss`` the
+    forward returns it and takes its further arguments.
     """
 
     def __init__(
