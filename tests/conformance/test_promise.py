@@ -72,9 +72,6 @@ IN_WAYS += [
     "case",
     [
         *IN_WAYS,
-        *(Case(loss, num_classes=2, options={"threshold_gradient": False}) for loss in ("recall", "pauc_trapezoid")),
-        *(Case(loss, weighted=True, options={"reduction": "sum"}) for loss in ("softmax_focal", "cross_entropy")),
-        Case("binary_cross_entropy", options={"reduction": "sum"}),
         *(
             Case(loss, dtype, options={"temperature": 0.07})
             for loss in ("info_nce_symmetric", "sup_con")
