@@ -39,6 +39,7 @@ NUM_STEPS = 3  # of a module, the second in eval mode; a function has no state
 SILENT = {"gather_distributed", "gradient_reduction", "group", "name", "num_features", "validate_args"}
 NO_CASE = {
     "Pool": "It is made by the losses, for a formula of one's own.",
+    "Step": "It is made by accumulate.",
     **{
         f"{name}.plot": "It draws values that compute has returned."
         for name in fullrank.metrics.__all__

@@ -57,8 +57,8 @@ def values_of(metric: Any) -> list[float]:
 def metrics(**options: Any) -> dict[str, Any]:
     options = {"ignore_index": IGNORED, **options}
     one = [EmbeddingAveragePrecision(at_r, **options) for at_r in (False, True)]
-    one += [EmbeddingReciprocalRank(k, **options) for k in (None, 3)]
-    at_k = {"recall": EmbeddingRecall(K, **options), "at k": EmbeddingPrecision(K, **options)}
+    one += [EmbeddingReciprocalRank(k=k, **options) for k in (None, 3)]
+    at_k = {"recall": EmbeddingRecall(k=K, **options), "at k": EmbeddingPrecision(k=K, **options)}
     return {**at_k, **dict(zip(ONE, one))}
 
 
