@@ -312,7 +312,10 @@ def agree_once(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
 
 def has_tangent(*values: object) -> bool:
     """Return True if one of ``values`` is a dual tensor of forward-mode differentiation."""
-    return True in [isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None for v in values]
+    for value in values:  # noqa: SIM110  (a generator is as many calls as there are values)
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            return True
+    return False
 
 
 def _refuse_transforms() -> NoReturn:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .spread import evenly_spaced
-from .torch_private import func_transforms_are_active, is_followed, is_plain
+from .torch_private import are_plain, func_transforms_are_active, is_followed
 
 INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
 BLENDED = ("linear", "midpoint")  # the quantile may lie between two scores
@@ -106,7 +106,7 @@ def upper_levels(
         return _weighted_levels(scores, member, weight, fractions, interpolation)
     last: Tensor | int = max(0, (num_rows if member is None or num_members is None else num_members) - 1)
     if member is None or num_members is not None:
-        find = _ranks_on_host if not is_followed() and is_plain(scores) else _ranks_on_host.__wrapped__
+        find = _ranks_on_host if not is_followed() and are_plain([scores]) else _ranks_on_host.__wrapped__
         ranks, weight = find(last, tuple(fractions), interpolation)
         weight = None if weight is None else weight.to(scores.device, non_blocking=True)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -39,14 +39,19 @@ def is_followed() -> bool:
     return bool(_num_modes() or torch._C._get_tracing_state() is not None)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return True if the numbers of ``tensor``, which are real, are in the memory of the host as they are.
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Return True if the numbers of all ``tensors``, which are real, are in the memory of the host as they are.
 
     Those of subclasses, other layouts, negated views and zeros without memory are not.
     """
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_neg() or tensor._is_zerotensor())
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_neg() or tensor._is_zerotensor():
+            return False
+    return True
 
 
 def may_overwrite(saved: Tensor, grad: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -133,7 +133,7 @@ class MemoryQueue(SavedState):
         if self._checksum.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
         if self._num_hashed < self._num_enqueued:
-            self._hash_stored([rows if place in self._written else None for place, rows in enumerate(self._ring)])
+            self._hash_stored(self._memory())
         return self._checksum
 
     @property
@@ -198,9 +198,7 @@ class MemoryQueue(SavedState):
             if not logits.is_cpu or not index.all():
                 rows = [None if new is None else new[index] for new in rows]
         count = len(rows[0])
-        self._written.update(place for place, new in enumerate(rows) if new is not None)
-        ring: list[Any] = [rows if place in self._written else None for place, rows in enumerate(self._ring)]
-        ring = [rows.numpy() if rows is not None and rows.is_cpu else rows for rows in ring]
+        ring = self._memory(rows)
         if self._num_enqueued - self._num_hashed + count > self.capacity:
             self._hash_stored(ring)  # before they are replaced
         num_passed = max(0, count - self.capacity)  # rows that others of the same call replace
@@ -263,9 +261,19 @@ class MemoryQueue(SavedState):
             (logits - logits)[:, 0] == is_out if isinstance(logits, Tensor) else numpy.isfinite(logits)[:, 0] > is_out
         )
 
+    def _memory(self, written: Iterable[Any] = ()) -> list[Any]:
+        """Return the ring, on the CPU as arrays, None for a tensor of ones. What is ``written`` is one no longer."""
+        for place, new in enumerate(written):
+            if new is not None:
+                self._written.add(place)
+        ring = list[Any]()
+        for place, rows in enumerate(self._ring):
+            is_used = place in self._written
+            ring.append(None if not is_used else rows.numpy() if rows.is_cpu else rows)
+        return ring
+
     def _hash_stored(self, ring: list[Any]) -> None:
-        """Add the rows to the checksum that were stored after it was last read; None stands for a tensor of ones."""
-        ring = [rows.numpy() if isinstance(rows, Tensor) and rows.is_cpu else rows for rows in ring]
+        """Add the rows of :meth:`_memory` to the checksum that were stored after it was last read."""
         number = self._num_enqueued - self._num_hashed
         first = (self._pointer - number) % self.capacity
         if number and first + number <= self.capacity:

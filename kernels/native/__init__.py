@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Words, expected, warn
-from ..torch_private import is_plain
+from ..torch_private import are_plain
 
 _LANES = 4  # parts of the rows of a class, each summed into a table of its own
 # Rows from which threads pay: those of torch keep their cores busy for milliseconds after an operation.
@@ -118,7 +118,7 @@ def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
     """Return whether the library has functions for the dtype of ``scores``, and all tensors are where C reads them."""
     if not FUNCTIONS and scores.is_cpu:
         _warn_if_missing()
-    return scores.dtype in FUNCTIONS and all(tensor is None or is_plain(tensor) for tensor in (scores, *others))
+    return scores.dtype in FUNCTIONS and are_plain((scores, *others))
 
 
 _Given = tuple[Tensor | None, torch.dtype, tuple[int, ...]]  # a tensor for C, with the dtype and shape it must have
@@ -131,13 +131,15 @@ def _addresses(*given: _Given) -> list[int | None]:
     not be empty, and its numbers must be in the memory of the host, one after the other as torch shows them: not those
     of a negated view, nor the zeros that have no memory.
     """
-    first, addresses = given[0][0], list[int | None]()
+    (first, *others), addresses = next(zip(*given)), list[int | None]()
     if first is None or (first.dtype not in FUNCTIONS and not is_usable(first)):  # which warns
+        return []
+    if not are_plain((first, *others)):
         return []
     for tensor, dtype, shape in given:
         address = None
         if tensor is not None:
-            fits = tensor.dtype is dtype and tensor.shape == shape and is_plain(tensor) and tensor.is_contiguous()
+            fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous()
             address = tensor.data_ptr() if fits else 0  # 0 too if the storage was freed
             if not address:
                 return []
@@ -456,7 +458,7 @@ def _refused(got: Any) -> ValueError:
 def _first_terms(positive: Tensor, scores: Tensor, parts: list[_Part]) -> list[int]:
     """Return the number of positives before each part, and of all."""
     positive = positive.contiguous()
-    if not is_plain(positive) or positive.shape != scores.shape:
+    if not are_plain([positive]) or positive.shape != scores.shape:
         raise _refused(positive)
     array = positive.view(torch.uint8).numpy()  # bytes: numpy counts a bool as 1 only if it is the byte 1
     return [0, *itertools.accumulate(int(numpy.count_nonzero(array[part.c, part.rows])) for part in parts)]

@@ -441,7 +441,7 @@ class PairLoss(ContrastiveLoss):
 
         def both_ways(scores: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             square = slice(len(scores))
-            if is_alike and native.is_usable(scores):
+            if is_alike and scores.is_cpu:
                 positives = self._masked(scores, place, there)
                 total = native.terms_of_pairs(self._in_c, scores, positives, weight[place], 0, both_ways=True)
                 if total is not None:
@@ -499,7 +499,7 @@ class PairLoss(ContrastiveLoss):
 
     def _masked(self, scores: Tensor, place: slice, direction: Direction) -> Tensor:
         """Return the scores of the pairs of a block (b,), and mark the candidates (b, K) that are left out."""
-        own, others, least = direction.anchors.anchors, direction.candidates, lowest(scores)
+        own, others = direction.anchors.anchors, direction.candidates
         first, is_own, num_docs = direction.anchors.first + place.start, None, direction.num_docs
         if direction.pairs is not None:
             is_own = direction.pairs == torch.arange(first, first + len(scores), device=scores.device)[:, None]
@@ -517,12 +517,12 @@ class PairLoss(ContrastiveLoss):
             again = scores.diagonal(direction.again + first)
             of_pairs = again.clone()
         if "labels" in own:
-            scores.masked_fill_(own["labels"][place, None] == others["labels"], least)
+            scores.masked_fill_(own["labels"][place, None] == others["labels"], lowest(scores))
         if direction.limit is not None:
             similar = own["guide"][place] @ others["guide"].t() >= direction.limit[place, None]
-            scores[:, : len(others["guide"])].masked_fill_(similar, least)
+            scores[:, : len(others["guide"])].masked_fill_(similar, lowest(scores))
         if num_docs is not None and is_own is not None:
-            scores[:, num_docs:].masked_fill_(is_own[:, num_docs:], least)
+            scores[:, num_docs:].masked_fill_(is_own[:, num_docs:], lowest(scores))
         if direction.again is not None:
             again.copy_(of_pairs)
         return positives
