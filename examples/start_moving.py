@@ -7,13 +7,10 @@ import torch.distributed as dist
 from fullrank import SmoothAPLoss, verify_step
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Linear):
     def __init__(self, loss_fn):
-        super().__init__()
-        self.scores, self.loss_fn = torch.nn.Linear(8, 1), loss_fn
-
-    def forward(self, features):
-        return self.scores(features)
+        super().__init__(8, 1)
+        self.loss_fn = loss_fn
 
 
 def step(model, batch):  # as it was: forward and backward, without the optimizer

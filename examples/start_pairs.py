@@ -11,9 +11,7 @@ class TwoTowers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.images, self.texts = torch.nn.Linear(24, 16), torch.nn.Linear(24, 16)
-        self.contrast = InfoNCELoss(
-            symmetric=True, learn_temperature=True
-        )  # inside: DDP reduces the slope of its scale
+        self.contrast = InfoNCELoss(symmetric=True, learn_temperature=True)  # inside, DDP reduces its slope
 
     def forward(self, images, texts, negatives):
         return self.contrast(self.images(images), self.texts(texts), self.texts(negatives))
