@@ -94,6 +94,13 @@ def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
     return value
 
 
+def check_flag(name: str, value: bool) -> bool:
+    """Return ``value`` unchanged, or raise TypeError when it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(expected(name, "True or False", value))
+    return value
+
+
 def check_number(name: str, value: float) -> float:
     """Return ``value`` unchanged, or raise TypeError when it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

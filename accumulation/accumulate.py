@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..distributed.group import Group
 from ..distributed.header import NUM_TOTALS, Offer, combined
 from ..distributed.torch_private import not_compiled
-from ..errors import expected
+from ..errors import check_flag, expected
 from ..kernels.documents import note_token_range
 from .step import Step
 from .summed_loss import named
@@ -115,8 +115,7 @@ def accumulate(
 
     def bring(window: Window) -> Offer[tuple[WindowSums, float, list[TokenRule]]]:
         factor = window.wrappers.checked_multiplier(group, multiplier)
-        if not isinstance(each, bool):
-            raise TypeError(expected("each", "True or False", each))
+        check_flag("each", each)
         facts: dict[str, object] = {"multiplier": factor, "each": each}
         terms: dict[str, Term] = {}
         lists, rules, checks = [], [], []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..distributed.global_mean import global_sum
 from ..distributed.group import resolve_group
-from ..errors import check_count, check_int, expected, warn
+from ..errors import check_count, check_flag, check_int, expected, warn
 from ..kernels.registration import exact
 from ..losses.arguments import completed
 from ..losses.embeddings.base import blocks_of_scores
@@ -298,8 +298,7 @@ class EmbeddingAveragePrecision(EmbeddingMetric):
         self, at_r: bool = False, *, num_features: int | None = None, ignore_index: int = -100, **kwargs: Any
     ) -> None:
         super().__init__(num_features, ignore_index, **kwargs)
-        if not isinstance(at_r, bool):
-            raise TypeError(expected("at_r", "True or False", at_r))
+        check_flag("at_r", at_r)
         self.at_r = at_r
 
     def _values(self, scores: Tensor, right: Tensor) -> Tensor:

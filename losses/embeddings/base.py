@@ -21,7 +21,7 @@ from ...distributed.exchange import Exchange
 from ...distributed.group import gradient_scale
 from ...distributed.header import each_or_raise, has_tangent
 from ...distributed.torch_private import func_transforms_are_active, note_kind
-from ...errors import RankRuntimeError, Words, check_temperature, expected
+from ...errors import RankRuntimeError, Words, check_flag, check_temperature, expected
 from ...kernels import native
 from ...kernels.costs import costs_of
 from ...kernels.registration import exact, with_gradients
@@ -66,7 +66,10 @@ class ContrastiveLoss(HoldsQueue):
         of its own rows, and all raise if one fails, such as for lack of memory. Every rank gets the same value.
     """
 
-    _checks = HoldsQueue._checks | {"temperature": lambda _, value: check_temperature(value)}  # none is automatic
+    _checks = HoldsQueue._checks | {
+        "temperature": lambda _, value: check_temperature(value),  # none is automatic
+        "normalize": check_flag,
+    }
 
     def __init__(
         self,
@@ -78,8 +81,6 @@ class ContrastiveLoss(HoldsQueue):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
-        if not isinstance(normalize, bool):
-            raise TypeError(expected("normalize", "True or False", normalize))
         self.normalize = normalize
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...errors import check_amount, check_choice, expected
+from ...errors import check_amount, check_choice, check_flag, expected
 from ..arguments import completed
+from ..base import unchecked
 from .base import softmax_, softplus
 from .pairs import PairLoss, PairOptions
 
@@ -71,6 +73,14 @@ class InfoNCELoss(PairLoss):
         *PairLoss._of_all,
     )
 
+    _checks = PairLoss._checks | {
+        "symmetric": check_flag,
+        "directions": unchecked,
+        "partition_mode": partial(check_choice, choices=("joint", "per_direction")),
+        "hardness_mode": partial(check_choice, choices=(None, *_HARDNESS_MODES)),
+        "hardness_strength": check_amount,
+    }
+    _fixed = *PairLoss._fixed, "symmetric", "directions", "partition_mode"
     _in_c = "cross_entropy"
 
     def __init__(
@@ -87,15 +97,13 @@ class InfoNCELoss(PairLoss):
         margin_strategy: str = "absolute",
         **options: Unpack[PairOptions],
     ) -> None:
-        for name, value in (("symmetric", symmetric), ("learn_temperature", learn_temperature)):
-            if not isinstance(value, bool):
-                raise TypeError(expected(name, "True or False", value))
+        check_flag("symmetric", symmetric)
+        check_flag("learn_temperature", learn_temperature)
         super().__init__(temperature, learn_temperature, margin, margin_strategy, **options)
-        self.partition_mode = check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
+        self.partition_mode = partition_mode
         self.directions = _checked_directions(directions, partition_mode, symmetric, self.queue_size)
         self.symmetric = symmetric or (partition_mode == "per_direction" and len(self.directions) > 1)
-        self.hardness_mode = check_choice("hardness_mode", hardness_mode, (None, *_HARDNESS_MODES))
-        self.hardness_strength = check_amount("hardness_strength", hardness_strength)
+        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return what :meth:`PairLoss._terms` does.

@@ -98,6 +98,11 @@ class PairLoss(ContrastiveLoss):
         margin_strategy: ``"absolute"``, or ``"relative"``: the margin is a share of the similarity of the key.
     """
 
+    _checks = ContrastiveLoss._checks | {
+        "max_logit_scale": check_positive,
+        "margin": lambda name, value: value is None or check_amount(name, value),
+        "margin_strategy": partial(check_choice, choices=("absolute", "relative")),
+    }
     logit_scale: nn.Parameter | None
     logit_bias: nn.Parameter | None
     symmetric = False
@@ -123,9 +128,7 @@ class PairLoss(ContrastiveLoss):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(normalize, queue_size, num_features, gather_distributed, **options)
-        self.max_logit_scale = check_positive("max_logit_scale", max_logit_scale)
-        self.margin = None if margin is None else check_amount("margin", margin)
-        self.margin_strategy = check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
+        self.max_logit_scale, self.margin, self.margin_strategy = max_logit_scale, margin, margin_strategy
         # Of shape (1,), because FSDP2 refuses parameters without a dimension.
         self.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)) if learn else None)
         self.register_parameter("logit_bias", None)

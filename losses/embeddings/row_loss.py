@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.torch_private import not_compiled
-from ...errors import Words, expected
+from ...errors import Words, check_flag, expected
 from ..arguments import completed
 from .base import Side
 from .pairs import Direction, Given, PairLoss, PairOptions
@@ -79,8 +79,7 @@ class RowLoss(PairLoss):
     ) -> None:
         if not callable(function):
             raise TypeError(expected("function", "a callable", function))
-        if not isinstance(learn_temperature, bool):
-            raise TypeError(expected("learn_temperature", "True or False", learn_temperature))
+        check_flag("learn_temperature", learn_temperature)
         super().__init__(temperature, learn_temperature, None, **options)
         self.function = function
 

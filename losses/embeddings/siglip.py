@@ -10,10 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ...errors import check_number, expected
+from ...errors import check_flag, check_number, expected
 from ..arguments import completed
 from .base import Learned, softplus
 from .pairs import PairLoss, PairOptions
+
+
+def _check_bias(name: str, value: float) -> None:
+    if not math.isfinite(check_number(name, value)):
+        raise ValueError(expected(name, "a finite number", value))
 
 
 @completed()
@@ -45,6 +50,7 @@ class SigLIPLoss(PairLoss):
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and algorithm 1.
     """
 
+    _checks = PairLoss._checks | {"bias": _check_bias}
     _in_c = "sigmoid_of_pairs"
 
     def __init__(
@@ -57,11 +63,8 @@ class SigLIPLoss(PairLoss):
         margin_strategy: str = "absolute",
         **options: Unpack[PairOptions],
     ) -> None:
-        if not isinstance(learn, bool):
-            raise TypeError(expected("learn", "True or False", learn))
+        check_flag("learn", learn)
         super().__init__(temperature, learn, margin, margin_strategy, **options)
-        if not math.isfinite(check_number("bias", bias)):
-            raise ValueError(expected("bias", "a finite number", bias))
         self.bias = bias
         self.logit_bias = nn.Parameter(torch.full((1,), float(bias))) if learn else None
 

@@ -121,6 +121,7 @@ class CrossEntropyLoss(TorchLikeLoss):
     """
 
     weight: Tensor | None
+    _checks = TorchLikeLoss._checks | {"label_smoothing": partial(check_between, low=0, high=1)}
     _shown = "weight", "ignore_index", "reduction", "label_smoothing", "class_weight"
 
     def __init__(
@@ -136,7 +137,7 @@ class CrossEntropyLoss(TorchLikeLoss):
     ) -> None:
         super().__init__(reduction, gather_distributed, **options)
         self.ignore_index = check_int("ignore_index", ignore_index)
-        self.label_smoothing = check_between("label_smoothing", label_smoothing, 0, 1)
+        self.label_smoothing = label_smoothing
         if isinstance(weight, str):
             class_weight, weight = weight, None
         self._set_weights(class_weight, weight=weight)

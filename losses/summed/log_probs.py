@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.torch_private import not_compiled
-from ...errors import check_int, check_positive, check_temperature, expected, first_order_only
+from ...errors import check_flag, check_int, check_positive, check_temperature, first_order_only
 from ..arguments import completed
 from ..rows import compute_dtype
 from .causal_lm import causal_lm_loss
@@ -128,8 +128,7 @@ def token_log_probs(
         if softcap is not None:
             check_positive("softcap", softcap)
         check_int("ignore_index", ignore_index)
-        if not isinstance(return_entropy, bool):
-            raise TypeError(expected("return_entropy", "True or False", return_entropy))
+        check_flag("return_entropy", return_entropy)
         settings = {"softcap": softcap, "temperature": temperature}
         vocabulary, own_weight, own_bias = read_head("token_log_probs", hidden, weight, bias, **settings)
         targets = check_labels("tokens", tokens, hidden, "hidden").to(torch.int64)
