@@ -153,10 +153,10 @@ class LossState(_Callback):
         folder, self.save_to = self.save_to or self._checkpoint_folder(args, state), None
         if not args.should_save:
             return
-        if folder is None:
+        if folder is None or not Path(folder).is_dir():
             warn(
-                "LossState: the state of the loss is not saved, because the folder of the trial is not known. Use "
-                "PooledLossMixin, or pass hp_name= to hyperparameter_search."
+                f"LossState: the state of the loss is not saved, because {folder or 'the folder of the trial'} is not "
+                "there. Use PooledLossMixin, which knows the folder, or pass hp_name= to hyperparameter_search."
             )
             return
         path = Path(folder) / self.name

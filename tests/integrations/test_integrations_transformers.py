@@ -328,6 +328,8 @@ def test_the_callback_in_a_hyperparameter_search(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="pass hp_name= to hyperparameter_search"):
         callback.on_save(args, state, None)
     state.trial_name = "large"
+    with pytest.warns(UserWarning, match=r"because .*large/checkpoint-5 is not there\. Use PooledLossMixin"):
+        callback.on_save(args, state, None)
     (tmp_path / "large" / "checkpoint-5").mkdir(parents=True)
     callback.on_save(args, state, None)
     assert [path.name for path in tmp_path.glob("large/checkpoint-5/*")] == ["fullrank_loss.pt"]
