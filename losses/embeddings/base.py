@@ -217,8 +217,10 @@ def compare(sides: Sequence[Side], normalize: bool) -> None:
     compared = [{**(side.live if "rows" in side.live else side.own)} for side in sides]
     for name in ("rows", "guide") if "guide" in compared[0] else ("rows",):
         parts = [columns[name] for columns in compared]
-        rows = torch.cat(parts) if len(parts) > 1 else parts[0]  # one call for all sides
-        rows = unit_rows(rows) if normalize or name == "guide" else rows.to(compute_dtype(rows.dtype))
+        rows, dtype = parts[0], compute_dtype(parts[0].dtype)
+        if len(parts) > 1:  # one call for all sides; where autocast casts to bfloat16 it joins no float16
+            rows = torch.cat(parts if rows.dtype == dtype else [part.to(dtype) for part in parts])
+        rows = unit_rows(rows) if normalize or name == "guide" else rows.to(dtype)
         for columns, part in zip(compared, rows.split([*map(len, parts)]) if len(parts) > 1 else [rows]):
             columns[name] = part
     for side, columns in zip(sides, compared):

@@ -457,7 +457,8 @@ class PairLoss(ContrastiveLoss):
             return value + value_back, slope
 
         is_alone = len(rows) == len(keys.candidates["rows"])
-        shares_product = self.symmetric and is_alone and len(rows) <= anchors_at_once(candidates["rows"])
+        copies = self._copies + (there.hardness is not None)
+        shares_product = self.symmetric and is_alone and len(rows) <= anchors_at_once(candidates["rows"], copies=copies)
         # The library has both directions in one call, where two rows have the same score in both.
         is_alike = shares_product and limit is None and there.hardness is None and "offsets" not in candidates
         sums: list[Tensor] = []
@@ -466,7 +467,6 @@ class PairLoss(ContrastiveLoss):
             of_candidates = any(map(needs_gradient, [side for side, _ in direction.parts]))
             wanted = direction.anchors.needs_grad, of_candidates, bool(learned)
             anchors, others = direction.anchors.anchors["rows"], direction.candidates["rows"]
-            copies = self._copies + (direction.hardness is not None)
             numbers, of_anchors, of_others = sum_of_blocks(anchors, others, scale, wanted, block_loss, bias, copies)
             direction.anchors.grad_anchors, begin = of_anchors, 0
             for side, half in direction.parts:
@@ -482,7 +482,9 @@ class PairLoss(ContrastiveLoss):
         if shares_product:  # every rank sends the same gradients, whether it shares the product or not
             queries.grad_anchors, queries.grad_candidates = None, queries.grad_anchors
         # What is not finite may show in no score: a guide is more similar than nothing, a negative may be left out.
-        for number in (candidates.get("guide"), limit, candidates["rows"] if docs[1:] else None):
+        shown = [candidates["rows"] if docs[1:] or not self.normalize else None]
+        shown += [queries.anchors["rows"]] * (not self.normalize)
+        for number in (candidates.get("guide"), limit, *shown):
             if number is not None:
                 sums[0][0] += (0.0 * number).sum()
         return sum(sums[1:], sums[0])
@@ -497,7 +499,7 @@ class PairLoss(ContrastiveLoss):
             diagonal.fill_(lowest(scores))
             losses, of_positives = self._terms(scores, positives, weight.to(scores))
             diagonal.copy_(of_positives)
-            total = losses @ weight
+            total = losses.where(weight > 0, losses.clamp_max(torch.finfo(losses.dtype).max)) @ weight  # no inf times 0
         return total, scores
 
     def _masked(self, scores: Tensor, place: slice, direction: Direction) -> Tensor:

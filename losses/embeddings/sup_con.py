@@ -209,6 +209,7 @@ class SupConLoss(ContrastiveLoss):
         """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,)."""
         anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
         rows, targets, weight = anchors.anchors["rows"], anchors.live["labels"], anchors.live.get("weight")
+        targets = targets.contiguous()  # searchsorted warns of others
         own = slice(anchors.first, anchors.first + len(rows))
         candidates = joined([others.candidates, *self._queued_columns(others.candidates)])
         labels, first = candidates["labels"], None if has_reference else anchors.first
@@ -228,7 +229,7 @@ class SupConLoss(ContrastiveLoss):
             start, number = start[own, None], number[own, None]
 
             def positives(place: slice) -> tuple[Tensor, Tensor]:
-                up_to = index[: int(number[place].max())]  # [S]
+                up_to = index[: max(1, int(number[place].max()))]  # [S], >= 1 for the fillers
                 places = (start[place] + up_to).clamp_max_(len(order) - 1)  # [b, S]
                 return order[places], up_to < number[place]
 
@@ -273,11 +274,11 @@ def _block_loss(
         inside = inside & (same != filler)
     same, number = torch.where(inside, same, filler), inside.sum(dim=1)  # [b] |P_i|
     share, weight = 1 / number.clamp_min(1).to(scores), weight * (number > 0)
-    scored = scores.gather(1, same)
-    inner = scored.masked_fill(~inside, least)
+    scored, outside = scores.gather(1, same), ~inside
+    inner = scored.masked_fill(outside, least)
     near, away = softmax_(inner), softmax_(scores.scatter_(1, same, least))
     gap = away - near
-    spread = ((near[:, None] - scored) * inside).sum(dim=1) * share
+    spread = (near[:, None] - scored).masked_fill_(outside, 0.0).sum(dim=1) * share
     total = (softplus(gap) + spread.double()) @ weight
     push, factor = gap.sigmoid()[:, None], weight[:, None].to(scores)
     inner = (inner - share[:, None] - inner * push) * factor * inside

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from workers import error_of
 
 import fullrank
 from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, RowLoss, SigLIPLoss, SupConLoss
+from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.losses import Block
 from fullrank.losses.embeddings import base as embeddings_base
+from fullrank.losses.embeddings import pairs
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 
@@ -430,6 +433,73 @@ def test_a_tiny_temperature_gives_no_negative_loss() -> None:
     for loss in (InfoNCELoss(1e-6), InfoNCELoss(1e-6, symmetric=True)):
         assert 0 <= loss(rows, rows.clone()) < 1e-6
     assert 0 <= SupConLoss(1e-6)(rows.repeat(2, 1), torch.arange(64).repeat(2)) < 1e-6
+
+
+@pytest.fixture(params=["in C", "in torch"])
+def computes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in torch":
+        monkeypatch.setattr(native, "FUNCTIONS", {})
+
+
+@pytest.mark.usefixtures("computes")
+@pytest.mark.parametrize("loss", [InfoNCELoss(0.2), InfoNCELoss(0.2, symmetric=True), SigLIPLoss(0.2, learn=False)])
+def test_a_pair_of_weight_0_that_is_left_out_is_padding(loss: nn.Module) -> None:
+    rows = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    padding, weight = torch.tensor([0.0, 0, 0, -math.inf]), torch.tensor([1.0, 1, 1, 0])
+    offsets = None if getattr(loss, "symmetric", False) else (padding,)
+    padded, alone = loss(*rows, offsets=offsets, sample_weight=weight), loss(*rows[:, :3])
+    if offsets is not None:
+        assert_close(padded, alone)
+        wanted = torch.autograd.grad(alone, rows)[0]
+        assert_close(torch.autograd.grad(padded, rows)[0], wanted)
+        weight = torch.ones(4)
+        assert loss(*rows, offsets=offsets, sample_weight=weight).isinf(), "the control"
+    spoiled = rows.detach().clone()
+    spoiled[0, 3] = math.nan
+    assert loss(*spoiled, sample_weight=weight).isnan()
+
+
+@pytest.mark.usefixtures("computes")
+def test_anchors_without_a_candidate_of_their_label_count_as_none() -> None:
+    """In a block of their own and in a batch of their own, where nothing else says how many places a row has."""
+    rows, others = normal(70, 4), normal(30, 4, seed=1)
+    labels, of_others = torch.arange(70) // 64, torch.zeros(30, dtype=torch.int64)
+    with mock.patch.object(embeddings_base, "anchors_at_once", return_value=64):
+        found = SupConLoss()(rows, labels, reference=others, reference_labels=of_others)
+    assert_close(found, SupConLoss()(rows[:64], labels[:64], reference=others, reference_labels=of_others))
+    assert SupConLoss()(rows[64:], labels[64:], reference=others, reference_labels=of_others) == 0
+
+
+def test_hard_candidates_of_both_directions_fit_in_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hardness halves the rows of a block, so that as many rows as fit without it are two blocks."""
+    queries, keys = normal(6, 3), normal(6, 3, seed=1)
+    loss = InfoNCELoss(0.5, symmetric=True, hardness_mode="all_negatives", hardness_strength=1.0)
+
+    def at_once(candidates: Tensor, fewest: int | None = None, copies: int = 1) -> int:
+        return 8 // copies
+
+    for module in (embeddings_base, pairs):
+        monkeypatch.setattr(module, "anchors_at_once", at_once)
+    found = loss(queries, keys)
+    monkeypatch.undo()
+    assert_close(found, loss(queries, keys))
+    assert found > InfoNCELoss(0.5, symmetric=True)(queries, keys), "the control"
+
+
+@pytest.mark.parametrize("loss", [InfoNCELoss(), SigLIPLoss()])
+def test_half_precision_may_meet_the_autocast_of_another(loss: nn.Module) -> None:
+    queries, keys = normal(2, 5, 4).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(queries, keys)
+    assert torch.equal(found, loss(queries, keys))
+
+
+@pytest.mark.usefixtures("computes")
+@pytest.mark.parametrize("loss", [InfoNCELoss(normalize=False), SigLIPLoss(normalize=False)])
+def test_a_row_that_is_not_finite_is_seen_in_products_too(loss: nn.Module) -> None:
+    """The product with it is infinitely small or large, which a loss may take for a pair far apart."""
+    assert loss(torch.tensor([[math.inf], [1.0]]), torch.tensor([[1.0], [-1.0]])).isnan()
+    assert loss(torch.tensor([[1.0], [1.0]]), torch.tensor([[1.0], [-1.0]])).isfinite()
 
 
 @pytest.mark.parametrize("size", [1e30, 1e31])
