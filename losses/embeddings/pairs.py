@@ -449,7 +449,7 @@ class PairLoss(ContrastiveLoss):
                 total = native.terms_of_pairs(self._in_c, scores, positives, weight[place], 0, both_ways=True)
                 if total is not None:
                     return total, scores
-                scores.diagonal().copy_(positives)
+                scores.diagonal().copy_(positives)  # torch computes them, from the scores as they were
             # A copy, of a single pair too; softmax_ works along the contiguous side.
             value_back, slope_back = self._block_loss(scores[:, square].clone().t(), place, back)
             value, slope = self._block_loss(scores, place, there)
