@@ -260,7 +260,8 @@ class HoldsQueue(CurrentTemperature):
 
     def _queued_rows(self) -> QueueRows | None:
         """Return the queued rows that this call uses, None if it uses none."""
-        return self.queue.rows() if self._ranks_queue and len(self.queue) else None
+        rows = self.queue.rows() if self._ranks_queue else None
+        return rows if rows is not None and rows.logits.shape[0] else None
 
     @property
     def _enqueues(self) -> bool:  # a validation of which only the model is in eval mode runs without gradients

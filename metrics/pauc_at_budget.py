@@ -8,8 +8,8 @@ import numpy
 
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import BudgetBasis, PartialArea, check_area
-from ..losses.pooled.pool import PerClass, Pool
-from .ranking_metric import Average, Ranked, ReviewedMetric
+from ..losses.pooled.pool import Pool
+from .ranking_metric import Array, Average, Ranked, ReviewedMetric
 
 _TINY = numpy.finfo(float).tiny
 
@@ -63,7 +63,7 @@ class PAUCAtBudget(ReviewedMetric):
         self.alpha, self.beta, self.budget_basis = alpha, beta, budget_basis
         check_area(PartialArea(alpha, beta, surrogate="trapezoid", budget_basis=budget_basis))
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
         # The curve rises in the runs of equal scores that have a positive, straight from their first row to their last.
         ranked = Ranked.of(pool)
         rises = ranked.rises()

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import check_choice, check_count
 from ..losses.arguments import completed
 from ..losses.pooled.ndcg import checked_grades, relevance_check
-from ..losses.pooled.pool import PerClass, Pool
-from .ranking_metric import Average, Ranked, RankingMetric
+from ..losses.pooled.pool import Pool
+from .ranking_metric import Array, Average, Ranked, RankingMetric
 
 
 @completed()
@@ -77,7 +77,7 @@ class QueryReciprocalRank(QueryMetric):
         tensor(0.7500, dtype=torch.float64)
     """
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
         ranked = Ranked.of(pool)
         rises = ranked.rises()
         first = numpy.full(len(rises.num_rows), math.inf)
@@ -97,7 +97,7 @@ class QueryRecall(QueryMetric):
         tensor(0.7500, dtype=torch.float64)
     """
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
         ranked = Ranked.of(pool)
         rises = ranked.rises()
         number = rises.positives[1] - rises.positives[0]  # [R] of a run, which come last in it
@@ -159,7 +159,7 @@ class QueryNDCG(QueryMetric):
         kept = grades != self.ignore_index
         self._add(scores.detach()[kept, None], grades[kept].double(), None, None if queries is None else queries[kept])
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
         grades = pool.rows.targets.double()
         pool.positive, pool.member = (grades.exp2() - 1 if self.gain == "exponential" else grades)[None], None
         ranked = Ranked.of(pool)

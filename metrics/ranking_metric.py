@@ -16,7 +16,7 @@ from torchmetrics.utilities import rank_zero_warn
 from ..errors import Words, check_count, check_int, expected
 from ..losses.arguments import completed
 from ..losses.pooled.base import RankingLoss
-from ..losses.pooled.pool import PerClass, Pool, local_pool
+from ..losses.pooled.pool import Pool, local_pool
 from ..losses.rows import Batch, TargetRule, check_batch, compute_dtype
 from .review_curve import ReviewCurve
 from .torchmetrics_private import GatheredMetric
@@ -109,7 +109,6 @@ class RankingMetric(GatheredMetric):
             TypeError: for logits that are not floating, and for arguments that are missing or given twice.
             ValueError: for shapes that do not fit, tensors on two devices, or a class index out of range.
         """
-        names = {"logits": "logits" if preds is None else "preds", "targets": "targets" if target is None else "target"}
         scores = _value_or_alias("logits", logits, "preds", preds)
         classes = _value_or_alias("targets", targets, "target", target)
         if indexes is not None and not self.ranks_queries:
@@ -118,6 +117,8 @@ class RankingMetric(GatheredMetric):
             given = Batch(scores, classes, None, sample_weight, indexes)
             batch = check_batch(given, self._rule, weight_dtype=torch.float64)
         except (TypeError, ValueError) as error:  # with the names that the caller used
+            of_logits, of_targets = "logits" if preds is None else "preds", "targets" if target is None else "target"
+            names = {"logits": of_logits, "targets": of_targets}
             message = re.sub(r"\b(logits|targets)\b", lambda match: names[match[0]], str(error))
             raise type(error)(message) from None
         kept = batch.logits.detach().to(compute_dtype(batch.logits.dtype))
@@ -130,11 +131,12 @@ class RankingMetric(GatheredMetric):
 
     def _add(self, *rows: Tensor | None) -> None:
         """Add checked rows of each state; None stands for weights of 1 and for no query."""
+        scores = rows[0]
+        assert scores is not None
         for name, row, missing in zip(self.row_states, rows, (0, 0, 1.0, _NO_QUERY)):
-            if row is None:  # one number in all places takes no memory
-                scores = self.logits[-1]
-                row = _number(missing, scores.device).expand(len(scores))
-            getattr(self, name).append(row)
+            # One number in all places takes no memory.
+            given = _number(missing, scores.device).expand(scores.shape[0]) if row is None else row
+            getattr(self, name).append(given)
 
     def compute(self) -> Tensor:
         """Return the metric over the rows of all updates, and of all ranks when it synchronizes."""
@@ -146,15 +148,16 @@ class RankingMetric(GatheredMetric):
             )
         with numpy.errstate(divide="ignore", invalid="ignore"):  # of classes that are not valid
             values, valid = self.compute_per_class(self._make_pool(*rows))
-        counted = valid | values.isnan()
-        # The mean over no class is NaN.
-        result = values.masked_fill(~counted, math.nan) if self.average is None else values[counted].mean()
+            counted = valid | numpy.isnan(values)
+            # The mean over no class is NaN.
+            mean = self.average is not None
+            result = values[counted].sum() / counted.sum() if mean else numpy.where(counted, values, math.nan)
         if self.result_shape != result.shape:  # an attribute of a module takes 5 us
-            self.result_shape = tuple(result.shape)
-        return result
+            self.result_shape = result.shape
+        return torch.as_tensor(result, device=rows[0].device)
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the value of each class or query, NaN if one of its scores is NaN; the formula of the subclass."""
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
+        """Return the value of each class or query, NaN if one of its scores is NaN, and which are valid."""
         raise NotImplementedError
 
     def _make_pool(self, logits: Tensor, targets: Tensor, weights: Tensor, indexes: Tensor) -> Pool:
@@ -172,7 +175,7 @@ class RankingMetric(GatheredMetric):
         """Return all rows of each state: logits (M, C) float64, targets, weights (M,) float64, indexes (M,) int64."""
         dtypes = torch.float64, self.target_dtype or self._rule.dtype, torch.float64, torch.int64
         if self.logits:
-            return tuple(_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes))
+            return tuple([_joined(getattr(self, name)).to(dtype) for name, dtype in zip(self.row_states, dtypes)])
         device = torch.device("cpu") if self.compute_on_cpu else self.device
         shapes = (0, self.num_classes), (0, self.num_classes) if self.multi_hot else (0,), (0,), (0,)
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes))
@@ -216,7 +219,6 @@ class Ranked(NamedTuple):
     positive: Array  # [K] bool
     mass: Array | None  # [K] float64, what a row counts as; None for 1
     bounds: Array  # [G + 1] int64, where the rows of each class or query begin, and the last ones end
-    device: torch.device
 
     @staticmethod
     def of(pool: Pool) -> Ranked:
@@ -227,17 +229,18 @@ class Ranked(NamedTuple):
             scores, order = pool.scores.sort(dim=1, descending=True)
             positive, mass = pool.positive.gather(1, order), None if weight is None else weight[order]
             kept = None if member is None else member.gather(1, order).cpu().numpy()
-            sizes = numpy.full(len(scores), scores.shape[1]) if kept is None else kept.sum(axis=1)
+            number, size = scores.shape
+            bounds = numpy.arange(number + 1) * size if kept is None else _so_far(kept.sum(axis=1))
         else:
             order = pool.scores[0].argsort(descending=True)
             order = order if member is None else order[member[0, order]]
             _, query, counts = pool.indexes[order].unique(return_inverse=True, return_counts=True)
-            rows, sizes = order[query.argsort(stable=True)], counts.cpu().numpy()
+            rows, bounds = order[query.argsort(stable=True)], _so_far(counts.cpu().numpy())
             scores, positive = pool.scores[0, rows], pool.positive[0, rows]
             mass = None if weight is None else weight[rows]
-        columns = (None if column is None else column.cpu().numpy() for column in (scores, positive, mass))
-        of_rows: Any = (c if c is None else c.ravel() if kept is None else c[kept] for c in columns)
-        return Ranked._make((*of_rows, _so_far(sizes), scores.device))
+        columns = [column if column is None else column.cpu().numpy() for column in (scores, positive, mass)]
+        of_rows: Any = [c if c is None else c.ravel() if kept is None else c[kept] for c in columns]
+        return Ranked(*of_rows, bounds)
 
     @property
     def stops(self) -> Array:
@@ -260,12 +263,12 @@ class Ranked(NamedTuple):
         rows, positives = masses[places] - rows_of_bounds[group], caught[places] - of_bounds[group]
         return Rises(group, rows, positives, of_bounds[1:] - of_bounds[:-1], rows_of_bounds[1:] - rows_of_bounds[:-1])
 
-    def result(self, values: Array, valid: Array) -> PerClass:
-        """Return ``values`` (G,), 0 where not ``valid``, and NaN where a score is."""
+    def result(self, values: Array, valid: Array) -> tuple[Array, Array]:
+        """Return ``values`` (G,), 0 where not ``valid``, and NaN where a score is, and ``valid``."""
         values, is_nan = numpy.where(valid, values, 0.0), numpy.isnan(self.scores)
-        if is_nan.any():
+        if numpy.count_nonzero(is_nan):  # `any` takes ten times as long for few rows
             values[numpy.searchsorted(self.bounds[1:], is_nan.nonzero()[0], side="right")] = math.nan
-        return PerClass(*(torch.from_numpy(array).to(self.device) for array in (values, valid)))
+        return values, valid
 
 
 class Rises(NamedTuple):

@@ -12,9 +12,9 @@ from ..errors import check_choice, check_share, warn
 from ..kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..losses.arguments import completed
 from ..losses.pooled.pauc_surrogates import PartialArea
-from ..losses.pooled.pool import PerClass, Pool, propagate_nan
+from ..losses.pooled.pool import Pool, propagate_nan
 from ..losses.rows import has_values
-from .ranking_metric import Average, ReviewedMetric, mass_of
+from .ranking_metric import Array, Average, ReviewedMetric, mass_of
 
 _TIED = 0.1  # of the rows, beyond the quantile
 _FEW_ROWS = 100  # with fewer rows a few ties are a tenth
@@ -64,7 +64,7 @@ class RecallAtQuantile(ReviewedMetric):
         self.quantile = check_share("quantile", quantile)
         self.quantile_interpolation = check_choice("quantile_interpolation", quantile_interpolation, INTERPOLATIONS)
 
-    def compute_per_class(self, pool: Pool) -> PerClass:
+    def compute_per_class(self, pool: Pool) -> tuple[Array, Array]:
         rule = [self.quantile], self.quantile_interpolation
         threshold = upper_levels(pool.scores, pool.member, *rule, weight=pool.key_weight)  # [C, 1]
         positives = mass_of(pool.positive, pool)  # [C, M]
@@ -74,7 +74,7 @@ class RecallAtQuantile(ReviewedMetric):
         recall = (positives * reached).sum(dim=1) / torch.where(total > 0, total, 1.0)
         # An interpolation between -inf and another score has no value. NaN shows that; a recall of 0 would hide it.
         recall = recall.masked_fill(threshold.value[:, 0].isnan() & (total > 0), math.nan)
-        return PerClass(propagate_nan(recall, pool), total > 0)
+        return propagate_nan(recall, pool).cpu().numpy(), (total > 0).cpu().numpy()
 
     def _warn_of_ties(self, pool: Pool, reached: Tensor) -> None:
         if self._has_warned or pool.scores.shape[1] < _FEW_ROWS or not has_values(reached):

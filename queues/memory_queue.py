@@ -195,7 +195,7 @@ class MemoryQueue(SavedState):
                 index = index.nonzero()[:, 0]
             elif not logits.is_cpu:  # the same indices, without waiting for the device
                 index = index.view(torch.uint8).argsort(stable=True, descending=True)[:num_stored]
-            if not logits.is_cpu or not index.all():
+            if not logits.is_cpu or numpy.count_nonzero(index) < count:
                 rows = [None if new is None else new[index] for new in rows]
         count = len(rows[0])
         ring = self._memory(rows)
@@ -263,14 +263,12 @@ class MemoryQueue(SavedState):
 
     def _memory(self, written: Iterable[Any] = ()) -> list[Any]:
         """Return the ring, on the CPU as arrays, None for a tensor of ones. What is ``written`` is one no longer."""
-        for place, new in enumerate(written):
-            if new is not None:
-                self._written.add(place)
-        ring = list[Any]()
-        for place, rows in enumerate(self._ring):
-            is_used = place in self._written
-            ring.append(None if not is_used else rows.numpy() if rows.is_cpu else rows)
-        return ring
+        used = self._written
+        used.update([place for place, new in enumerate(written) if new is not None])
+        ring = self._ring
+        if ring.logits.is_cpu:
+            return [rows.numpy() if place in used else None for place, rows in enumerate(ring)]
+        return [rows if place in used else None for place, rows in enumerate(ring)]
 
     def _hash_stored(self, ring: list[Any]) -> None:
         """Add the rows of :meth:`_memory` to the checksum that were stored after it was last read."""
