@@ -134,7 +134,7 @@ class Count:
             if act:
                 output.copy_(tensor.view(world_size, -1)[0]).mul_(world_size)
             else:
-                originals["reduce_scatter_flat"](output, tensor, group=group)
+                originals["reduce_scatter_flat"](output, tensor, group)
 
         replaced = {"all_gather_flat": all_gather_flat, "all_reduce_flat": all_reduce_flat}
         return mock.patch.multiple(exchange, **replaced, reduce_scatter_flat=reduce_scatter_flat)

@@ -20,8 +20,8 @@ from ..errors import RankError
 _ALL_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 _IN_ORDER = dist.distributed_c10d.AllgatherOptions()
 _IN_ORDER.asyncOp = False  # on an accelerator: on the current stream
-# Fills ``output`` (n,) with this rank's part of the sum of ``tensor`` (W * n,) over the ranks.
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Fills its first argument (n,) with this rank's part of the sum of the second (W * n,) over the ranks.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, group: ProcessGroup) -> None:

@@ -240,7 +240,7 @@ class Ranked(NamedTuple):
             mass = None if weight is None else weight[rows]
         columns = [column if column is None else column.cpu().numpy() for column in (scores, positive, mass)]
         of_rows: Any = [c if c is None else c.ravel() if kept is None else c[kept] for c in columns]
-        return Ranked(*of_rows, bounds)
+        return Ranked._make((*of_rows, bounds))
 
     @property
     def stops(self) -> Array:
