@@ -93,7 +93,12 @@ class Exchange(NamedTuple):
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
         communicate(
-            self.call, f"the all-gather of {what}", all_gather_flat, output.view(-1), staged.reshape(-1), self.group
+            self.call,
+            f"the all-gather of {what}",
+            all_gather_flat,
+            output.view(-1),
+            staged.contiguous().view(-1),
+            self.group,
         )
         return output.to(tensor.device)
 
@@ -121,7 +126,9 @@ class Exchange(NamedTuple):
         summed = staged.new_empty(most, *tensor.shape[1:])
         if summed.numel():  # else the rows have no elements on any rank
             where = f"the reduce-scatter of {what}"
-            communicate(self.call, where, reduce_scatter_flat, summed.view(-1), staged.contiguous().view(-1), self.group)
+            communicate(
+                self.call, where, reduce_scatter_flat, summed.view(-1), staged.contiguous().view(-1), self.group
+            )
         return summed[: counts[self.rank]].to(tensor.device)
 
     def _reduce(self, tensor: Tensor, what: str, operation: dist.ReduceOp.RedOpType) -> Tensor:
