@@ -19,8 +19,7 @@ forward would communicate happens right after the opening header instead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -132,10 +131,12 @@ def accumulate(
                 checks.append(check_amounts(counts, partial(named, "count", name), window.ranks))
             elif not all(isinstance(number, Tensor) and number.is_cpu for number in counts):
                 rules.append(term.fact)
-        if rules:
-            ends = _ends(window, rules)
-            lists += [[end] for end in ends]
-            rules = rules if ends else []
+        # The least and the largest label of the window, with which the loss need not check them again.
+        ranges = [found for rule in rules if (found := rule.token_range(window.micro_batches)) is not None]
+        if ranges:
+            lows, highs = zip(*ranges)
+            lists += [[reduce(torch.minimum, lows)], [reduce(torch.maximum, highs)]]
+        rules = rules if ranges else []
         value = WindowSums(terms, window.ranks, each=each), factor, rules
         check = combined(checks) if any(checks) else None
         return Offer(value, facts, totals=sums_of(lists, window.ranks), check=check)
@@ -162,12 +163,3 @@ def _by_name(count: Mapping[str, Any]) -> list[tuple[str, Any]]:
     if not 0 < len(count) <= MAX_TERMS:
         raise ValueError(expected("count", f"one to {MAX_TERMS} names", len(count), "Add up losses of equal counts."))
     return sorted(count.items())
-
-
-def _ends(window: Window, rules: Sequence[TokenRule]) -> list[Tensor]:
-    """Return the least and the largest label of the window, with which the loss need not check them again."""
-    ranges = [found for rule in rules if (found := rule.token_range(window.micro_batches)) is not None]
-    if len(ranges) < 2:
-        return [*chain.from_iterable(ranges)]
-    lows, highs = zip(*ranges)
-    return [torch.stack(lows).amin(), torch.stack(highs).amax()]

@@ -19,10 +19,9 @@ before its header and raises at once: the other ranks wait inside the model, who
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from ..distributed.group import UNDO, Group, gradients_divided_by, group_ranks
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
-from ..gradients.parameters import leaves_of
+from ..gradients.parameters import leaves_of, variables_of
 from ..gradients.when_reduced import discard_gradients_
 from .replay_state import RngState, accelerators_in_use, buffers_kept, compare_scores, restore_rng, save_rng
 from .window import Window, open_window
@@ -238,14 +237,7 @@ def _evaluate(window: Window, passes: _Passes, loss: Callable[..., Any], leaf: T
 
 def _parameters_in(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters that ``loss`` contains or its code names, as far as they can be found."""
-    variables = {"": loss, "self": getattr(loss, "__self__", None), **getattr(loss, "keywords", {})}
-    function = getattr(loss, "func", loss)
-    function = getattr(function, "__func__", function)
-    if inspect.isfunction(function):
-        with suppress(ValueError):  # a variable without a value
-            closure = inspect.getclosurevars(function)
-            variables |= {**closure.globals, **closure.nonlocals}
-    for name, value in variables.items():
+    for name, value in {"": loss, **variables_of(loss)}.items():
         if isinstance(value, nn.Module):
             yield from value.named_parameters(name)
         elif isinstance(value, nn.Parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
 
@@ -94,20 +95,34 @@ def without_rows(batch: Any) -> Any:
     """Return ``batch`` cut to no rows, without a reference to its memory."""
     if isinstance(batch, Tensor):
         return batch[:0].detach().clone() if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        rows: Any = {key: without_rows(value) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(rows)  # type: ignore[call-arg]
-        cut = copy.copy(batch)  # keeps the attributes of a subclass
-        cut.update(rows)
-        return cut
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(without_rows, batch))
-    if isinstance(batch, (list, tuple)):
-        is_column = all(isinstance(value, _PLAIN) for value in batch)
-        return batch[:0] if is_column else type(batch)(map(without_rows, batch))
+    if isinstance(batch, (list, tuple)) and all(isinstance(value, _PLAIN) for value in batch):
+        return batch if hasattr(batch, "_fields") else batch[:0]
+    if (items := items_of(batch)) is not None:
+        return with_items(batch, {key: without_rows(value) for key, value in items.items()})
     if batch is None or isinstance(batch, _PLAIN):
         return batch
     if isinstance(getattr(batch, "shape", None), tuple) and hasattr(batch, "copy"):  # a numpy array
         return batch[:0].copy() if batch.shape else batch
     raise TypeError(expected("batch", "tensors, in dicts, lists and tuples", batch, _FIX))
+
+
+def items_of(batch: Any) -> dict[Any, Any] | None:
+    """Return what a container holds; None for anything else."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
+
+
+def with_items(batch: Any, items: dict[Any, Any]) -> Any:
+    """Return a container like ``batch`` that holds ``items``."""
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)  # keeps the attributes of a subclass
+        changed.update(items)
+        return changed
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **items)
+    if isinstance(batch, Mapping):
+        return type(batch)(items)  # type: ignore[call-arg]
+    return type(batch)(*items.values()) if hasattr(batch, "_fields") else type(batch)(items.values())

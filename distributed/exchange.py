@@ -107,7 +107,12 @@ class Exchange(NamedTuple):
         most = max(counts)
         if len(tensors) == 1 and min(counts) == most and tensors[0].numel() > 0:
             return [self._gather_bytes(tensors[0], (len(counts) * most, *tensors[0].shape[1:]))]
-        block = _pack_rows(tensors, most)
+        parts = []
+        for tensor in tensors:
+            content = bytes_of(tensor)
+            parts += [content, content.new_empty(round_up(most * row_bytes(tensor)) - content.numel())]
+        # The block is never empty, because every rank makes the same collective whatever the data.
+        block = torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)
         gathered = self._gather_bytes(block, (len(counts) * block.numel(),))
         outputs, offset = [], 0
         for tensor in tensors:
@@ -192,16 +197,6 @@ def describe_rows(tensor: Tensor | None) -> str | None:
     gradient = WITH_GRADIENT if tensor.requires_grad and torch.is_grad_enabled() else ""
     sizes = "".join(map(", {}".format, tensor.shape[1:]))
     return f"{str(tensor.dtype).removeprefix('torch.')} (N{sizes}){gradient} on {tensor.device.type}"
-
-
-def _pack_rows(tensors: Sequence[Tensor], most: int) -> Tensor:
-    """Return the block of this rank: every tensor padded to ``most`` rows and to a multiple of 16 bytes."""
-    parts = []
-    for tensor in tensors:
-        content = bytes_of(tensor)
-        parts += [content, content.new_empty(round_up(most * row_bytes(tensor)) - content.numel())]
-    # The block is never empty, because every rank makes the same collective whatever the data.
-    return torch.cat(parts) if any(part.numel() for part in parts) else parts[0].new_zeros(ALIGN)
 
 
 def _unpack_rows(gathered: Tensor, like: Tensor, offset: int, counts: Sequence[int]) -> Tensor:

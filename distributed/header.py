@@ -409,7 +409,9 @@ def joint_error(ranks: Sequence[int], reports: Sequence[Report]) -> RankError:
     """Return the error for headers that do not agree, the same on every of the global ``ranks``, from their reports."""
     failed = [(rank, one.facts["call"], *one.reason) for rank, one in zip(ranks, reports) if one.reason is not None]
     if failed:
-        return failure(failed)
+        numbers, (call, *_), (kind, *_), texts = zip(*failed)
+        named, rest = _by_value(numbers, texts, "reason")
+        return _JOINT[kind](f"{call} failed on {'; '.join([f'{who}: {text}' for text, who in named] + rest)}")
     # A fact may be one of some ranks alone.
     advice = {name: text for report in reports for name, text in report.advice.items()}
     return disagreement(ranks, [report.facts for report in reports], advice)
@@ -451,13 +453,6 @@ def _cut(text: str) -> str:
 _JOINT = {"ValueError": RankValueError, "TypeError": RankTypeError, "RuntimeError": RankRuntimeError}
 
 
-def failure(failed: Sequence[tuple[int, str, str, str]]) -> RankError:
-    """Return the exception for ranks that failed, given as (rank, call, class, text)."""
-    named, rest = _by_value([rank for rank, *_ in failed], [text for *_, text in failed], "reason")
-    _, call, kind, _ = failed[0]
-    return _JOINT[kind](f"{call} failed on {'; '.join([f'{who}: {text}' for text, who in named] + rest)}")
-
-
 def disagreement(
     ranks: Sequence[int], facts: Sequence[Mapping[str, str]], advice: Mapping[str, str] | None = None
 ) -> RankError:
@@ -487,7 +482,7 @@ def disagreement(
     return kind(expected(call, "the same on every rank", Words("; ".join(parts)), " ".join(fixes)))
 
 
-def _by_value(ranks: Sequence[int], values: list[str], noun: str) -> tuple[list[tuple[str, str]], list[str]]:
+def _by_value(ranks: Sequence[int], values: Sequence[str], noun: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the first values, each with the names of its ranks, and a list with a text about the others, if any."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):

@@ -112,8 +112,8 @@ def total_grad_norm(
         >>> total_grad_norm([weight])
         tensor(5.)
     """
-    call = "total_grad_norm"
-    return _reduce(_measure(call, parameters, norm_type, None, error_if_nonfinite, shard_groups, across)).returned
+    given = _Options("total_grad_norm", norm_type, None, error_if_nonfinite)
+    return _reduce(_measure(parameters, given, shard_groups, across)).returned
 
 
 @not_compiled
@@ -163,8 +163,8 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    call = "clip_grad_norm_"
-    measured = _measure(call, parameters, norm_type, max_norm, error_if_nonfinite, shard_groups, across)
+    given = _Options("clip_grad_norm_", norm_type, max_norm, error_if_nonfinite)
+    measured = _measure(parameters, given, shard_groups, across)
     reduced, limit = _reduce(measured), measured.options.max_norm
     if limit == math.inf:
         return reduced.returned
@@ -190,8 +190,8 @@ class _Options(NamedTuple):
     """The arguments that must be equal on every rank. With a ``max_norm`` of inf the gradients are only measured."""
 
     call: str
-    norm_type: float
-    max_norm: float
+    norm_type: Any  # a float once it is checked, like the next
+    max_norm: Any
     error_if_nonfinite: bool
 
 
@@ -209,29 +209,21 @@ class _Measured(NamedTuple):
     error: Exception | None  # the first failed check of this rank; the columns are then 0
 
 
-def _measure(
-    call: str,
-    parameters: Any,
-    norm_type: Any,
-    max_norm: Any,
-    error_if_nonfinite: bool,
-    shard_groups: ShardGroups | None,
-    across: Groups,
-) -> _Measured:
+def _measure(parameters: Any, given: _Options, shard_groups: ShardGroups | None, across: Groups) -> _Measured:
     """Check, plan and measure on this rank; a failed check is returned, because this rank has to meet the others."""
     errors: list[Exception] = []
-    options = _Options(call, 2.0, math.inf, bool(error_if_nonfinite))
+    options = _Options(given.call, 2.0, math.inf, bool(given.error_if_nonfinite))
     listed: list[tuple[Label, Any]] = []
     try:
-        power = _as_number("norm_type", norm_type, "a number > 0, or inf", operator.gt)
-        what, limit = "a number >= 0, or None to measure only", math.inf if max_norm is None else max_norm
-        limit = _as_number("max_norm", limit, what, operator.ge)
-        options = _Options(call, power, limit, options.error_if_nonfinite)
+        power = _as_number("norm_type", given.norm_type, "a number > 0, or inf", operator.gt)
+        limit = math.inf if given.max_norm is None else given.max_norm
+        limit = _as_number("max_norm", limit, "a number >= 0, or None to measure only", operator.ge)
+        options = options._replace(norm_type=power, max_norm=limit)
     except Exception as error:
         errors.append(error)
     try:
         listed = list_distinct(parameters)
-        _check_final(call, parameters, listed)
+        _check_final(given.call, parameters, listed)
         if not listed and across is None and isinstance(parameters, types.GeneratorType):
             warn("parameters: an empty generator, nothing is measured or clipped. A generator can be used only once.")
     except Exception as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -118,3 +120,18 @@ def leaves_of(value: Tensor) -> Iterator[Tensor]:
         if node.name() == "torch::autograd::AccumulateGrad":
             yield node.variable  # type: ignore[attr-defined]
         pending += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def variables_of(function: Any) -> dict[str, Any]:
+    """Return what the code of a function, a method or a partial refers to, as far as it can be found."""
+    function = inspect.unwrap(function)
+    variables = {"self": getattr(function, "__self__", None), **getattr(function, "keywords", {})}
+    variables |= {f"self.{name}": value for name, value in getattr(variables["self"], "__dict__", {}).items()}
+    function = getattr(function, "func", function)
+    function = getattr(function, "__func__", function)
+    if inspect.isfunction(function):
+        variables |= {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
+        with suppress(ValueError):  # a variable without a value
+            closure = inspect.getclosurevars(function)
+            variables |= {**closure.globals, **closure.nonlocals}
+    return variables

@@ -160,14 +160,11 @@ def count_unreduced(parameters: Iterable[Tensor]) -> int:
     for group in groups:
         is_partial = getattr(group, "_partial_reduce_output", None) is not None  # HSDP has reduced over the shards only
         for param in group.fsdp_params:
-            if is_partial or _is_unreduced(param):
+            whole = getattr(param, "_unsharded_param", None)
+            is_whole = param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+            if is_partial or is_whole:
                 unreduced |= dict.fromkeys(map(id, _forms(param)), id(param))
     return len({unreduced[id(parameter)] for parameter in parameters if id(parameter) in unreduced}) if unreduced else 0
-
-
-def _is_unreduced(param: Any) -> bool:
-    whole = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 # For each DDP module with the hook: whether its last forward with gradients ran inside no_sync.

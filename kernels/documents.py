@@ -46,13 +46,7 @@ def is_within(labels: Tensor, ignore_index: int, size: int) -> bool:
 
 
 def same_document(name: str, document_ids: Any, labels: Tensor) -> Tensor:
-    """Return (..., T - 1) bool: token t + 1 belongs to the document of token t.
-
-    Args:
-        name: name of the argument in error messages.
-        document_ids: (..., T) integers, the shape of the labels.
-        labels: (..., T).
-    """
+    """Return (..., T - 1) bool: token t + 1 of ``labels`` (..., T) belongs to the document of token t."""
     ids = check_tokens(name, document_ids)
     if ids.shape != labels.shape:
         what = f"shape {tuple(labels.shape)}, that of the labels"

@@ -304,11 +304,16 @@ def _select_in_row(row: Any, inside: Any, ranks: list[int], places: Any) -> list
         while waiting and _bracket(waiting[-1], count, size)[0] <= beyond:
             chosen.append(waiting.pop())
             beyond = _bracket(chosen[-1], count, size)[1]
-        part, below = None, 0
-        if usable and (first >= 0 or beyond < size):
-            part, below = _between(row, inside, sample, first, beyond, count)
-        if part is None or chosen[0] < below or chosen[-1] >= below + part.size:
-            part, below = (row if inside is None else row[inside]), 0  # undefined scores, or an unlucky sample
+        kept, below = inside, 0  # the rows between two scores of the sample, ends included, and how many are below
+        if usable and first >= 0:
+            kept = row >= sample[first] if inside is None else (row >= sample[first]) & inside
+            below = count - int(numpy.count_nonzero(kept))
+        if usable and beyond < size:
+            up_to = row <= sample[beyond]
+            kept = up_to if kept is None else up_to & kept
+        part = row if kept is None else row[kept]
+        if chosen[0] < below or chosen[-1] >= below + part.size:  # an unlucky sample
+            part, below = (row if inside is None else row[inside]), 0
         if part.size:
             ordered = numpy.partition(part, [rank - below for rank in chosen])
             score_of |= {rank: ordered[rank - below] for rank in chosen}
@@ -320,17 +325,3 @@ def _bracket(rank: int, count: int, size: int) -> tuple[int, int]:
     share = rank / max(1, count - 1)
     margin = 2 + 4 * math.sqrt(share * (1 - share) * size)  # 4 standard deviations
     return math.floor(share * size - margin), math.ceil(share * size + margin)
-
-
-def _between(row: Any, inside: Any, sample: Any, first: int, beyond: int, count: int) -> tuple[Any, int]:
-    """Return the scores between two places of the ``sample``, ends included, and how many scores are below."""
-    below, chosen = 0, inside
-    if first >= 0:
-        chosen = row >= sample[first]
-        if inside is not None:
-            chosen &= inside
-        below = count - int(numpy.count_nonzero(chosen))
-    if beyond < sample.size:
-        up_to = row <= sample[beyond]
-        chosen = up_to if chosen is None else up_to & chosen
-    return row[chosen], below

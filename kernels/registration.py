@@ -66,72 +66,46 @@ def register(
             leading inputs. The remaining inputs have no gradient.
         fake_backward: the same as ``fake`` for a ``backward`` that reads values: it makes an operator of it too.
     """
-    forward, backward = exact(forward), exact(backward)
+    compute, differentiate = exact(forward), exact(backward)
     num_inputs = len(inspect.signature(forward).parameters)
-    operator = torch.library.custom_op(f"fullrank::{name}", forward, mutates_args=(), **OPAQUE)
+    operator = torch.library.custom_op(f"fullrank::{name}", compute, mutates_args=(), **OPAQUE)
     operator.register_fake(fake)
-    compiled_backward: Callable[..., Any] = backward
+    compiled_backward: Callable[..., Any] = differentiate
     if fake_backward is not None:
-        backward_operator = torch.library.custom_op(f"fullrank::{name}_backward", backward, mutates_args=(), **OPAQUE)
-        backward_operator.register_fake(fake_backward)
-        compiled_backward = backward_operator
+        operator_name = f"fullrank::{name}_backward"
+        compiled_backward = torch.library.custom_op(operator_name, differentiate, mutates_args=(), **OPAQUE)
+        compiled_backward.register_fake(fake_backward)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
         tensors, ctx.values = saved(inputs, output)
         ctx.save_for_backward(*tensors)
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the outputs without a gradient
 
-    def of_context(compute: Callable[..., Outputs]) -> Backward:
-        @first_order_only
+    def of_context(gradients_of: Callable[..., Outputs]) -> Backward:
         def gradients_of_inputs(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-            gradients = () if grad is None else compute(grad, *ctx.saved_tensors, *ctx.values)
+            gradients = () if grad is None else gradients_of(grad, *ctx.saved_tensors, *ctx.values)
             return *gradients, *[None] * (num_inputs - len(gradients))
 
         return gradients_of_inputs
 
-    eager_backward = of_context(backward)
-
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Tensor | Outputs:
-            output = forward(*inputs)
-            setup_context(ctx, inputs, output)
+            output = compute(*inputs)
+            keep(ctx, inputs, output)
             return output
 
-        backward = staticmethod(eager_backward)
+        backward = staticmethod(first_order_only(of_context(differentiate)))
         jvp = staticmethod(refuse_forward_mode)
 
-    operator.register_autograd(of_context(compiled_backward), setup_context=setup_context)
-    transformed = _for_transforms(forward, saved, backward, num_inputs)
-
-    def differentiable(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or inputs[0].is_meta:
-            return operator(*inputs)
-        if func_transforms_are_active():
-            return transformed(*inputs)
-        return Eager.apply(*inputs)
-
-    return differentiable
-
-
-def _for_transforms(
-    forward: Callable[..., Tensor | Outputs],
-    saved: Callable[[tuple[Any, ...], Any], tuple[tuple[Tensor, ...], tuple[Any, ...]]],
-    backward: Callable[..., Outputs],
-    num_inputs: int,
-) -> Callable[..., Any]:
-    """Return ``forward`` as a function that the transforms of ``torch.func`` can differentiate once.
-
-    The transforms always use ``create_graph=True``, by which :func:`first_order_only` recognises a second derivative.
-    So a second Function, which also takes the first input of ``forward``, has the gradients, and its derivative raises.
-    """
+    operator.register_autograd(first_order_only(of_context(compiled_backward)), setup_context=keep)
 
     class Gradients(torch.autograd.Function):
-        @staticmethod
-        def forward(first_input: Tensor, *args: Any) -> Outputs:
-            return backward(*args)
+        """The gradients as a function of what was saved. Transforms always build its graph, and its backward raises."""
+
+        forward = staticmethod(differentiate)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
@@ -145,27 +119,20 @@ def _for_transforms(
         vmap = staticmethod(_refuse_vmap)
 
     class Transformed(torch.autograd.Function):
-        @staticmethod
-        def forward(*inputs: Any) -> Tensor | Outputs:
-            return forward(*inputs)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | Outputs) -> None:
-            tensors, ctx.values = saved(inputs, output)
-            ctx.save_for_backward(inputs[0], *tensors)
-            if isinstance(output, tuple):
-                ctx.mark_non_differentiable(*output[1:])
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-            first_input, *tensors = ctx.saved_tensors
-            gradients = Gradients.apply(first_input, grad, *tensors, *ctx.values)
-            return *gradients, *[None] * (num_inputs - len(gradients))
-
+        forward = staticmethod(compute)
+        setup_context = staticmethod(keep)
+        backward = staticmethod(of_context(Gradients.apply))
         jvp = staticmethod(refuse_forward_mode)
         vmap = staticmethod(_refuse_vmap)
 
-    return Transformed.apply
+    def differentiable(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or inputs[0].is_meta:
+            return operator(*inputs)
+        if func_transforms_are_active():
+            return Transformed.apply(*inputs)
+        return Eager.apply(*inputs)
+
+    return differentiable
 
 
 def refuse_forward_mode(*_: Any, **__: Any) -> Any:
@@ -247,17 +214,7 @@ def with_gradients(call: str, value: Tensor, gradients: Sequence[Tensor | None],
 
 
 class _WithGradients(torch.autograd.Function):
-    """A value whose gradients are known.
-
-    ======== =================== =====================================
-    tensor   shape               meaning
-    ======== =================== =====================================
-    value    (C,) or ()          the loss, equal on all ranks
-    x_i      (M, C), or any      input i
-    g_i      of x_i              dvalue / dx_i; of (C,) column by column
-    dx_i     of x_i              dvalue * g_i
-    ======== =================== =====================================
-    """
+    """A value, () or (C,), whose gradients are known: of each input in its shape, (M, C) column by column for (C,)."""
 
     @staticmethod
     def forward(ctx: Any, call: str, computed: tuple[Tensor, Sequence[Tensor | None]], *inputs: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ choice between pairs and bins, the forward and the backward, and the tables of b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,7 +89,8 @@ def sigmoid_sums(
         raise ValueError(expected("queries, keys, weights", what, shapes))
     dtype = torch.promote_types(queries.dtype, torch.float32)
     inputs = [tensor.to(dtype) if batched else tensor.to(dtype)[None] for tensor in (queries, keys, weights)]
-    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, _may_need_grad(weights))[0].to(queries.dtype)
+    with_weights = weights.requires_grad or func_transforms_are_active()  # it takes as long as that of the scores
+    sums: Tensor = _sigmoid_sums(*inputs, temperature, method, None, with_weights)[0].to(queries.dtype)
     return sums if batched else sums[0]
 
 
@@ -99,14 +99,9 @@ def sigmoid_sums_of_classes(queries: Tensor, keys: Tensor, weights: Tensor, temp
 
     Dividing the scores by their temperatures beforehand would round those that are far from 0.
     """
-    widths = temperatures.to(queries.dtype)
-    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, _may_need_grad(weights))[0]
+    widths, with_weights = temperatures.to(queries.dtype), weights.requires_grad or func_transforms_are_active()
+    sums: Tensor = _sigmoid_sums(queries, keys, weights, 1.0, "auto", widths, with_weights)[0]
     return sums
-
-
-def _may_need_grad(weights: Tensor) -> bool:
-    """Return whether ``weights`` may need a gradient, which takes as long to compute as that of the scores."""
-    return weights.requires_grad or func_transforms_are_active()
 
 
 class _Request(NamedTuple):
@@ -140,30 +135,27 @@ class _Request(NamedTuple):
         high = torch.maximum(queries.amax(dim=1), keys.amax(dim=1))
         return torch.stack([low, high, torch.ones_like(low) if self.temperatures is None else self.temperatures]).cpu()
 
-    def num_parts(self) -> int:
-        """Return the number of parts of several classes for which bins are tried again; 1 sums the pairs directly.
+    def parts(self, *others: Tensor) -> list[tuple[Any, ...]]:
+        """Return requests for parts of the classes, each with its part of ``others``; one sums the pairs directly.
 
-        Bins may suit a part of the classes: only ``MOST_KERNELS`` may have kernels of their own, and only one bins
-        outside.
+        Bins may suit a part: only ``MOST_KERNELS`` classes may have kernels of their own, and only one bins outside.
         """
-        if self.method == "direct":
-            return 1
-        num_classes = self.queries.shape[0]
-        costs, (num_pairs, num_rows) = costs_of(self.queries.device), self.sizes()
-        if self.temperatures is not None and num_classes > MOST_KERNELS:
-            return 1 if costs.pairs_are_faster(num_pairs, num_rows) else math.ceil(num_classes / MOST_KERNELS)
-        return 1 if costs.pairs_are_faster(num_pairs // num_classes, num_rows // num_classes) else num_classes
+        (queries, keys, weights, temperature, method, temperatures), num_classes = self, len(self.queries)
+        costs, (num_pairs, num_rows), size = costs_of(queries.device), self.sizes(), 1
+        if temperatures is not None and num_classes > MOST_KERNELS:
+            size = math.ceil(num_classes / math.ceil(num_classes / MOST_KERNELS))
+        else:
+            num_pairs, num_rows = num_pairs // num_classes, num_rows // num_classes
+        if method == "direct" or costs.pairs_are_faster(num_pairs, num_rows):
+            return [(self, *others)]
+        columns = [tensor.split(size) for tensor in (queries, keys, weights, *others)]
+        widths = [None] * len(columns[0]) if temperatures is None else temperatures.split(size)
+        return [(_Request(q, k, w, temperature, method, t), *rest) for t, q, k, w, *rest in zip(widths, *columns)]
 
     def difference(self, c: slice, q: slice) -> tuple[Tensor, float | Tensor]:
         """Return (keys - queries) / temperature (c, q, K) for slices of classes and queries, and the temperature."""
         divisor = self.temperature if self.temperatures is None else self.temperatures[c, None, None]
         return (self.keys[c, None, :] - self.queries[c, q, None]).div_(divisor), divisor
-
-
-def _split(parts: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Split the classes of ``tensors`` into ``parts`` parts; yield the tensors of each part. None stays None."""
-    size = math.ceil(next(len(tensor) for tensor in tensors if tensor is not None) / parts)
-    return zip(*([None] * parts if tensor is None else tensor.split(size) for tensor in tensors))
 
 
 def _sums(
@@ -188,11 +180,8 @@ def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
     tables = None if ends is None else _tables_if_faster(request, ends)
     if tables is not None:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
-    parts = request.num_parts() if len(queries) > 1 else 1
-    if parts > 1:
-        tensors = _split(parts, queries, keys, weights, request.temperatures)
-        requests = (_Request(q, k, w, request.temperature, request.method, t) for q, k, w, t in tensors)
-        return torch.cat([_sums_of(part, part.ends()) for part in requests])
+    if len(queries) > 1 and len(parts := request.parts()) > 1:
+        return torch.cat([_sums_of(part, part.ends()) for (part,) in parts])
     sums = None
     for c, q in chunks_of_pairs(queries, keys):
         difference, _ = request.difference(c, q)
@@ -215,16 +204,19 @@ def _gradients(
     method: str,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    request = _Request(queries, keys, weights, temperature, method, temperatures)
+    return _gradients_of(request, None if request.is_direct() else ends, grad.contiguous(), with_weights)
+
+
+def _gradients_of(
+    request: _Request, ends: Tensor | None, grad: Tensor, with_weights: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and weights; that of the weights is empty unless ``with_weights``.
 
     With s' = s (1 - s) and G = s' (grad @ weights^T) / tau: dq = -sum_k G, dk = sum_q G, dw = s^T @ grad.
     """
-    grad = grad.contiguous()
-    request = _Request(queries, keys, weights, temperature, method, temperatures)
-    tables = None
-    if not request.is_direct():
-        ends_or_none = request.ends() if bool(ends.isnan().any()) else ends
-        tables = None if ends_or_none is None else _tables_if_faster(request, ends_or_none)
+    queries, keys, weights = request[:3]
+    tables = None if ends is None else _tables_if_faster(request, ends)
     if tables is not None:
         of_keys, of_queries = tables.moments(tables.keys, weights), tables.moments(tables.queries, grad)
         grad_queries = -(tables.read(tables.slopes(of_keys), tables.queries) * grad).sum(dim=2)
@@ -232,11 +224,8 @@ def _gradients(
         if not with_weights:
             return grad_queries, grad_keys, weights.new_empty(0)
         return grad_queries, grad_keys, tables.read(tables.mirrored_sigmoids(of_queries), tables.keys)
-    parts = request.num_parts() if len(queries) > 1 else 1
-    if parts > 1:
-        tensors = _split(parts, grad, queries, keys, weights, temperatures)
-        unknown = ends.new_full((3, 1), math.nan)
-        grads = (_gradients(g, q, k, w, t, unknown, temperature, method, with_weights) for g, q, k, w, t in tensors)
+    if len(queries) > 1 and len(parts := request.parts(grad)) > 1:
+        grads = (_gradients_of(part, part.ends(), own_grad, with_weights) for part, own_grad in parts)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*grads))
         return grad_queries, grad_keys, grad_weights
     empty = weights.new_empty(0)

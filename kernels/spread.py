@@ -158,12 +158,7 @@ def _widths(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     low, high = (values.gather(1, place[:, None])[:, 0] for place in (last // 4, last - last // 4))  # [c]
     is_real = high - low > 2 * rounding * torch.maximum(low.abs(), high.abs())  # not rounding alone
     ranges = torch.where(is_real, (high - low) * (2 / IQR_OF_NORMAL), 0.0)
-    deviations = _deviations(values, count, rounding)
-    return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
-
-
-def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
-    """Return the standard deviation of each class (c,) without the scores at both ends; 0 if it is rounding alone."""
+    # The standard deviation without the scores at both ends; 0 if it is rounding alone.
     count = count[:, None]  # [c, 1]
     cut = (count // TRIMMED).clamp_min(1)
     place = torch.arange(values.shape[1], device=values.device)
@@ -174,7 +169,8 @@ def _deviations(values: Tensor, count: Tensor, rounding: Tensor) -> Tensor:
     scaled = torch.where(inside, values / unit, 0.0)
     offset = torch.where(inside, scaled - scaled.sum(dim=1, keepdim=True) / number, 0.0)
     deviation = (offset.square().sum(dim=1, keepdim=True) / number).sqrt()
-    return torch.where(deviation > rounding, 2 * (deviation * unit), 0.0)[:, 0]
+    deviations = torch.where(deviation > rounding, 2 * (deviation * unit), 0.0)[:, 0]
+    return torch.where(ranges >= TIGHT * deviations, ranges, deviations)
 
 
 def _rounding(sample: Tensor) -> Tensor:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_functorch = getattr(torch._C, "_functorch", None)
+_functorch: Any = torch._C._functorch
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 # True inside ``torch.func.grad``, ``torch.vmap`` and the other transforms of ``torch.func``.
-func_transforms_are_active: Callable[[], bool]
-func_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+func_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _num_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_is_batched_gradient = getattr(_functorch, "is_legacy_batchedtensor", lambda tensor: False)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` stands for one slice of a batch in ``torch.vmap``, under any other transforms."""
-    if _functorch is None or torch.compiler.is_compiling() or not func_transforms_are_active():
-        return False
+    """Return True if ``tensor``, inside a transform, is one slice of a batch in ``torch.vmap``, under any others."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -60,7 +57,7 @@ def may_overwrite(saved: Tensor, grad: Tensor) -> bool:
     Not if ``grad`` stands for several gradients, as with ``torch.autograd.grad(..., is_grads_batched=True)``.
     """
     is_plain = type(saved) is Tensor and not (torch.compiler.is_compiling() or func_transforms_are_active())
-    return is_plain and not _graph_is_kept() and not _is_batched_gradient(grad)
+    return is_plain and not _graph_is_kept() and not _functorch.is_legacy_batchedtensor(grad)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.until_all_end import items_of, with_items
 from ..errors import Words, expected
 
 Join = Callable[[Sequence[Any]], Any]
@@ -28,14 +27,14 @@ def is_window(batch: Any) -> bool:
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
-    items = _items(batch)
-    return batch if items is None else _remake(batch, {key: map_tensors(function, items[key]) for key in items})
+    items = items_of(batch)
+    return batch if items is None else with_items(batch, {key: map_tensors(function, items[key]) for key in items})
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
-    return [tensor for value in (_items(batch) or {}).values() for tensor in tensors_in(value)]
+    return [tensor for value in (items_of(batch) or {}).values() for tensor in tensors_in(value)]
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
@@ -70,7 +69,7 @@ def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Ten
     def refuse(what: str, got: str) -> ValueError:
         return ValueError(expected(name, what, Words(got), _JOIN))
 
-    first, items = values[0], [_items(value) for value in values]
+    first, items = values[0], [items_of(value) for value in values]
     if len(kinds := {type(value).__name__ for value in values}) > 1:
         raise refuse("the same type in every batch", " and ".join(sorted(kinds)))
     if isinstance(first, Tensor) and first.ndim:
@@ -83,7 +82,7 @@ def _join(values: Sequence[Any], name: str, join_tensors: Callable[[Sequence[Ten
         if len({tuple(map(str, item or ())) for item in items}) > 1:
             raise refuse("the same keys or length in every batch", "different ones")
         columns = {key: [(item or {})[key] for item in items] for key in items[0]}
-        return _remake(first, {key: _join(columns[key], f"{name}[{key!r}]", join_tensors) for key in columns})
+        return with_items(first, {key: _join(columns[key], f"{name}[{key!r}]", join_tensors) for key in columns})
     if not all(bool(value == first) for value in values):
         raise refuse("tensors with rows, or the same value in every batch", ", ".join(map(str, values[:4])))
     return first
@@ -95,23 +94,3 @@ def _cat(tensors: Sequence[Tensor], name: str) -> Tensor:
         fix = f"{_JOIN} For tokens: pad_tokens(-100) of fullrank.preflight, where labels have 'label' in their key."
         raise ValueError(expected(name, "tensors that differ in their number of rows alone", got, fix))
     return torch.cat(list(tensors))
-
-
-def _items(batch: Any) -> dict[Any, Any] | None:
-    """Return what a container holds; None for anything else."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
-
-
-def _remake(batch: Any, items: dict[Any, Any]) -> Any:
-    """Return a container like ``batch`` that holds ``items``."""
-    if isinstance(batch, Mapping):
-        remade: Any = copy.copy(batch)
-        remade.update(items)
-        return remade
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **items)
-    return type(batch)(*items.values()) if hasattr(batch, "_fields") else type(batch)(items.values())

@@ -26,11 +26,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ..accumulation.replay_state import accelerators_in_use, restore_rng, save_rng
 from ..distributed.group import ONLY, is_initialized
 from ..distributed.torch_private import collectives_by_group, watch_collectives
 from ..errors import RankError, Words, expected
 from ..gradients import discard_gradients_
-from ..gradients.parameters import is_dtensor
+from ..gradients.parameters import is_dtensor, variables_of
 from ..gradients.torch_private import fsdp_modules, reset_reducer
 from ..gradients.wrappers import find_sync
 
@@ -56,7 +57,8 @@ class State:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # of whom, values, copies
         self._inside: set[nn.Module] = set()
         self._outside: dict[nn.Module, tuple[dict[str, Any], list[Tensor | None]]] = {}  # state, gradients
-        self._sync, self._random, self._disable_dropout = find_sync(model), _random_states(), disable_dropout
+        self._sync, self._disable_dropout = find_sync(model), disable_dropout
+        self._random = random.getstate(), np.random.get_state(), save_rng(accelerators_in_use(model))  # noqa: NPY002
         self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
         kinds = Optimizer, torch.amp.GradScaler, LRScheduler
         kept = [owner for owner in gc.get_objects() if issubclass(type(owner), kinds)]
@@ -65,8 +67,9 @@ class State:
             for attributes in owner.param_groups if isinstance(owner, Optimizer) else [vars(owner)]:
                 self._keep_data(attributes, attributes.keys() - {"params"})
         self.keep(model)
-        for module in (*losses, *_modules_named_in(step)):
-            self._watch(module)
+        for module in (*losses, *variables_of(step).values()):
+            if isinstance(module, nn.Module):
+                self._watch(module)
 
     def run(self, model: nn.Module, batch: Any) -> float | None:
         """Run the step until it optimizes, and return the loss."""
@@ -154,8 +157,10 @@ class State:
         for attributes, held, copies in self._attributes:
             for name, value in copy.deepcopy(copies).items():
                 attributes[name] = held[name].copy_(value) if isinstance(value, Tensor) else value
-        for set_state, random_state in self._random:
-            set_state(random_state)
+        of_python, of_numpy, of_torch = self._random
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        restore_rng(of_torch)
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
@@ -188,25 +193,6 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that may be sharded; collective if it is."""
     detached = tensor.detach()
     return detached.full_tensor() if is_dtensor(detached) else detached
-
-
-def _modules_named_in(step: Step) -> list[nn.Module]:
-    """Return the modules that the code of ``step`` refers to."""
-    function: Any = inspect.unwrap(step)
-    values = [*vars(getattr(function, "__self__", nn)).values()]
-    function = getattr(function, "__func__", function)
-    if inspect.isfunction(function):
-        named = inspect.getclosurevars(function)
-        values += [*named.nonlocals.values(), *named.globals.values(), *(function.__defaults__ or ())]
-    return [value for value in values if isinstance(value, nn.Module)]
-
-
-def _random_states() -> list[tuple[Callable[[Any], None], Any]]:
-    """Return what puts the states of the random generators back, and these states."""
-    device = torch.accelerator.current_accelerator()
-    modules = [torch, *([] if device is None else [torch.get_device_module(device)])]
-    states = [(module.set_rng_state, module.get_rng_state()) for module in modules]
-    return [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()), *states]  # noqa: NPY002
 
 
 class _NoDropout(TorchFunctionMode):

@@ -94,7 +94,10 @@ def verify_step(
         return State(step, model, modules, disable_dropout=disable_dropout)
 
     # With something else than a model a rank meets the others where those without a wrapper do.
-    ranks = _data_ranks(model if isinstance(model, nn.Module) else nn.Module(), group)
+    sync = find_sync(model if isinstance(model, nn.Module) else nn.Module())
+    # Under tensor parallelism alone all ranks have the same batch.
+    is_alone = group is None and sync.unwrapped is not None and any(map(is_dtensor, sync.unwrapped.parameters()))
+    ranks = None if is_alone else find_ranks(sync, group)
     state = _together(ranks, make_state)
     with ExitStack() as stack:
         stack.enter_context(state.restored())
@@ -109,14 +112,6 @@ def verify_step(
         found = take_gradients(reference.sources | state.parameters_outside())
         state.rewind()
         return _Proof(reference, batches, ranks, found, wanted).report(loss, loss_alone)
-
-
-def _data_ranks(model: nn.Module, group: Group) -> ProcessGroup | None:
-    """Return the ranks that have different batches; None for this rank alone."""
-    sync = find_sync(model)
-    if group is None and sync.unwrapped is not None and any(map(is_dtensor, model.parameters())):
-        return None  # tensor parallelism alone: all ranks have the same batch
-    return find_ranks(sync, group)
 
 
 def _together(ranks: ProcessGroup | None, compute: Callable[[], T], call: str = "verify_step") -> T:

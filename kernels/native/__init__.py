@@ -4,7 +4,7 @@
 The results differ from those of torch by rounding, so all ranks of a job must use it, or none of them: the losses
 compare :data:`KERNELS`. They depend neither on the number of threads nor on the vector instructions of the processor.
 
-C reads memory as it is told. Every tensor passes :func:`_addresses` on its way there, and C checks sizes and numbers.
+C reads memory as it is told. Every tensor passes :func:`_computes` on its way there, and C checks sizes and numbers.
 The functions of whole losses return None for what the library does not compute, and for tensors that are refused. What
 their arguments are is in sums.c; tensors of the caller may have any strides unless it says otherwise.
 """
@@ -124,27 +124,31 @@ def is_usable(scores: Tensor, *others: Tensor | None) -> bool:
 _Given = tuple[Tensor | None, torch.dtype, tuple[int, ...]]  # a tensor for C, with the dtype and shape it must have
 
 
-def _addresses(*given: _Given) -> list[int | None]:
-    """Return the addresses of tensors, None for None; an empty list if one is refused, or there is no library.
+def _computes(
+    name: str, given: Sequence[_Given], numbers: tuple[Any, ...], *made: Tensor, tables: Sequence[_Given] = ()
+) -> bool:
+    """Return whether the function ``name`` of C has computed; False if a tensor is refused, or there is no library.
 
-    Every tensor from outside is checked here before C sees its address; outputs that we allocate are not. A tensor must
-    not be empty, and its numbers must be in the memory of the host, one after the other as torch shows them: not those
-    of a negated view, nor the zeros that have no memory.
+    C takes the addresses of the ``given`` tensors, NULL for None, the numbers, the tables, and the tensors ``made`` for
+    its results, empty where one is not wanted. All others are checked here before C sees their address. They must not
+    be empty, and their numbers must be in the memory of the host, one after the other as torch shows them: not those of
+    a negated view, nor the zeros that have no memory.
     """
-    (first, *others), addresses = next(zip(*given)), list[int | None]()
+    checked, addresses, (first, *_) = (*given, *tables), list[int | None](), given[0]
     if first is None or (first.dtype not in FUNCTIONS and not is_usable(first)):  # which warns
-        return []
-    if not are_plain((first, *others)):
-        return []
-    for tensor, dtype, shape in given:
+        return False
+    if not are_plain(next(zip(*checked))):
+        return False
+    for tensor, dtype, shape in checked:
         address = None
         if tensor is not None:
             fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous()
             address = tensor.data_ptr() if fits else 0  # 0 too if the storage was freed
             if not address:
-                return []
+                return False
         addresses.append(address)
-    return addresses
+    split, results = len(given), [result.data_ptr() for result in made]
+    return bool(FUNCTIONS[first.dtype][name](*addresses[:split], *numbers, *addresses[split:], *results))
 
 
 def smooth_ap(
@@ -167,14 +171,13 @@ def smooth_ap(
     # Both with the same stride, so of the same shape.
     of_weights = shape if any(given is not None and given.ndim == 2 for given in weights) else shape[1:]
     masks = (positive, torch.bool, shape), (member, torch.bool, shape)
-    pool = _addresses((scores, dtype, shape), *masks, *((given, dtype, of_weights) for given in weights))
+    rows = (scores, dtype, shape), *masks, *((given, dtype, of_weights) for given in weights)
     # Like the scores, because the default device may be another one.
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = torch.empty_like(scores) if with_grad else scores.new_empty(0)
     numbers = num_rows if of_weights is shape else 0, num_classes, num_rows, temperature
-    out = loss.data_ptr(), valid.data_ptr(), gradient.data_ptr() if with_grad else None
-    if not pool or not FUNCTIONS[dtype]["smooth_ap"](*pool, *numbers, *out):
+    if not _computes("smooth_ap", rows, numbers, loss, valid, gradient):
         return None
     if with_grad and not original.is_contiguous():  # the compiler relies on the strides of the scores
         gradient = torch.empty_like(original).copy_(gradient)
@@ -198,17 +201,14 @@ def smooth_ap_rows(
     """
     (num_rows, num_classes), shape, dtype = scores.shape, scores.shape, scores.dtype
     weights = ((given, dtype, (num_rows,)) for given in (weight, key_weight))
-    pool = _addresses((scores, dtype, shape), (targets, torch.int64, (num_rows,)), *weights)
-    if not pool:
-        return None
+    rows = (scores, dtype, shape), (targets, torch.int64, (num_rows,)), *weights
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
-    gradient, width = torch.empty_like(scores) if with_grad else None, _DOUBLE(temperature or 0.0)
+    gradient, width = scores.new_empty(shape if with_grad else 0), _DOUBLE(temperature or 0.0)
     scale = 0.0 if temperature is not None else multiple
     numbers = num_rows, num_classes, ignore_index, ctypes.byref(width), scale, most
-    out = loss.data_ptr(), valid.data_ptr(), None if gradient is None else gradient.data_ptr()
-    is_computed = FUNCTIONS[dtype]["smooth_ap_of_rows"](*pool, *numbers, *out)
-    return (loss, valid, gradient, width.value) if is_computed else None
+    is_computed = _computes("smooth_ap_of_rows", rows, numbers, loss, valid, gradient)
+    return (loss, valid, gradient if with_grad else None, width.value) if is_computed else None
 
 
 def ndcg(
@@ -227,14 +227,14 @@ def ndcg(
 
     Gains and weights are float64. A ``top`` of None counts all places.
     """
-    shape, gradient = scores.shape, scores.new_empty(scores.shape) if with_grad else None
+    shape, gradient = scores.shape, scores.new_empty(scores.shape if with_grad else 0)
     loss = scores.new_empty((), dtype=torch.float64)
     columns = [None if given is None else given.contiguous() for given in (scores, gains, member, weight, indexes)]
     dtypes = scores.dtype, torch.float64, torch.bool, torch.float64, torch.int64
-    rows = _addresses(*((column, dtype, shape) for column, dtype in zip(columns, dtypes)))
+    rows = [(column, dtype, shape) for column, dtype in zip(columns, dtypes)]
     numbers = len(scores), temperature, sys.maxsize if top is None else min(top, sys.maxsize), is_mean, most
-    out = loss.data_ptr(), None if gradient is None else gradient.data_ptr()
-    return (loss, gradient) if rows and FUNCTIONS[scores.dtype]["ndcg"](*rows, *numbers, *out) else None
+    is_computed = _computes("ndcg", rows, numbers, loss, gradient)
+    return (loss, gradient if with_grad else None) if is_computed else None
 
 
 def soft_maximum(
@@ -250,34 +250,27 @@ def soft_maximum(
     shapes = *[scores.shape] * 3, *[(num_rows,)] * 4, (num_classes,)
     dtypes = dtype, *[torch.bool] * 4, dtype, dtype, torch.float64
     held = [None if tensor is None else tensor.contiguous() for tensor in rows]
-    addresses = _addresses(*zip(held, dtypes, shapes))
-    if not addresses:
-        return None
     loss = scores.new_empty(num_classes, dtype=torch.float64)
     tilts = torch.empty_like(loss)
     variance = scores.new_empty(num_classes if with_variance else 0, dtype=torch.float64)
     valid = scores.new_empty(num_classes, dtype=torch.bool)
     gradient = scores.new_empty(scores.shape if with_grad else 0)
-    made = [variance.data_ptr() if with_variance else None, gradient.data_ptr() if with_grad else None]
-    numbers, out = (num_classes, num_rows, budget, power), (loss.data_ptr(), valid.data_ptr(), tilts.data_ptr(), *made)
-    is_computed = FUNCTIONS[dtype]["soft_maximum"](*addresses, *numbers, *out)
+    given, numbers = [*zip(held, dtypes, shapes)], (num_classes, num_rows, budget, power)
+    is_computed = _computes("soft_maximum", given, numbers, loss, valid, tilts, variance, gradient)
     return (loss, gradient, valid, tilts, variance) if is_computed else None
 
 
 def unit_rows(rows: Tensor) -> Tensor | None:
     """Return what :func:`~fullrank.losses.rows.unit_rows` returns for rows (N, D) of the computation, or None."""
     rows, unit = rows.detach().contiguous(), rows.new_empty(rows.shape)
-    address = _addresses((rows, rows.dtype, rows.shape))
-    return unit if address and FUNCTIONS[rows.dtype]["unit_rows"](*address, *rows.shape, unit.data_ptr()) else None
+    return unit if _computes("unit_rows", [(rows, rows.dtype, rows.shape)], (*rows.shape,), unit) else None
 
 
 def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
     """Return ``factor`` times the gradient of the rows (N, D) from that of their :func:`unit_rows`, or None."""
-    alike, out = (rows.dtype, rows.shape), rows.new_empty(rows.shape)
-    rows, unit, gradient = rows.detach().contiguous(), unit.contiguous(), gradient.contiguous()
-    addresses = _addresses((rows, *alike), (unit, *alike), (gradient, *alike))
-    is_computed = addresses and FUNCTIONS[rows.dtype]["unit_gradient"](*addresses, *rows.shape, factor, out.data_ptr())
-    return out if is_computed else None
+    out, tensors = rows.new_empty(rows.shape), (rows.detach(), unit, gradient)
+    given = [(tensor.contiguous(), rows.dtype, rows.shape) for tensor in tensors]
+    return out if _computes("unit_gradient", given, (*rows.shape, factor), out) else None
 
 
 def terms_of_pairs(
@@ -290,19 +283,15 @@ def terms_of_pairs(
     """
     total, columns, last = weight.new_empty(()), scores.shape[:1], [both_ways] if name == "cross_entropy" else []
     given = (scores, scores.dtype, scores.shape), (positives, scores.dtype, columns), (weight, torch.float64, columns)
-    addresses, numbers = _addresses(*given), (*scores.shape, first, *last)
-    is_computed = addresses and FUNCTIONS[scores.dtype][name](*addresses, *numbers, total.data_ptr())
-    return total if is_computed else None
+    return total if _computes(name, given, (*scores.shape, first, *last), total) else None
 
 
 def terms_of_labels(scores: Tensor, labels: Tensor, others: Tensor, weight: Tensor, first: int | None) -> Tensor | None:
     """Return the weighted sum of the losses of rows (b,) with labels, the gradient in place of the scores, or None."""
-    given = (labels, torch.int64, scores.shape[:1]), (others, torch.int64, scores.shape[1:])
-    addresses = _addresses((scores, scores.dtype, scores.shape), *given, (weight, torch.float64, scores.shape[:1]))
+    both = (labels, torch.int64, scores.shape[:1]), (others, torch.int64, scores.shape[1:])
+    given = (scores, scores.dtype, scores.shape), *both, (weight, torch.float64, scores.shape[:1])
     total, numbers = weight.new_empty(()), (*scores.shape, -1 if first is None else first)
-    name = "cross_entropy_of_labels"
-    is_computed = addresses and FUNCTIONS[scores.dtype][name](*addresses, *numbers, total.data_ptr())
-    return total if is_computed else None
+    return total if _computes("cross_entropy_of_labels", given, numbers, total) else None
 
 
 def moments(
@@ -437,9 +426,7 @@ def _pass_over(
     def run(part: _Part) -> None:
         count, (numbers, tables) = part.rows.stop - part.rows.start, tables_of(part)
         rows = [(None if one is None else one[part.c, part.rows], of, (count,)) for one, of in tensors]
-        addresses = _addresses(*rows, *tables)
-        of_rows, of_tables = addresses[: len(rows)], addresses[len(rows) :]
-        if not (addresses and FUNCTIONS[dtype][name](*of_rows, count, *numbers, *of_tables)):
+        if not _computes(name, rows, (count, *numbers), tables=tables):
             raise _refused((count, *numbers))
 
     threads = min(torch.get_num_threads(), len(parts)) if scores.numel() >= _MANY_ROWS else 1

@@ -491,7 +491,7 @@ def test_a_number_that_stages_of_two_dtypes_can_hold(rank: int) -> None:
 def test_the_reduction_reads_no_value(rank: int) -> None:
     case = by_hand(rank)
     with torch.no_grad():
-        measured = grad_norm._measure("test", case.parameters, 2.0, None, True, None, None)
+        measured = grad_norm._measure(case.parameters, grad_norm._Options("test", 2.0, None, True), None, None)
         with Blindfold():
             reduced = grad_norm._join_over_groups(measured)
     assert reduced.norm.item() == pytest.approx(flat(case).norm().item(), rel=1e-14)

@@ -442,15 +442,18 @@ def is_refused(call: Callable[..., object], given: list[Tensor]) -> bool:
 
 @needs_extension
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_only_numbers_in_plain_memory_pass_the_gate(kind: str) -> None:
+def test_only_numbers_in_plain_memory_pass_the_gate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each dtype that C reads. The control: the tensors as they were."""
     scores, positive, member = rows(1, 60, torch.float32)
     changed, is_of_all = NOT_PLAIN[kind], kind in ("fewer rows", "another dtype")
     for tensor in (scores[0], scores[0].double(), positive[0].long(), member[0]):
         if tensor.is_floating_point() or kind != "negative bit":
-            given, shape = (scores, scores.dtype, scores.shape), (60,)
-            assert all(native._addresses(given, (tensor, tensor.dtype, shape)))
-            assert native._addresses(given, (changed(tensor), tensor.dtype, shape)) == []
+            given, out = [(scores, scores.dtype, scores.shape)], torch.empty_like(scores)
+            passes = functools.partial(native._computes, "unit_rows", given, (*scores.shape,), out)
+            monkeypatch.setitem(native.FUNCTIONS[scores.dtype], "unit_rows", lambda *_: 1)
+            assert passes(tables=[(tensor, tensor.dtype, (60,))])
+            assert not passes(tables=[(changed(tensor), tensor.dtype, (60,))])
+            monkeypatch.undo()
     if kind == "freed":
         return  # torch reads it, and the process ends
     assert is_of_all or not native.is_usable(changed(scores))
