@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from ..distributed.torch_private import OF_POOL, OVER_RANKS, is_mean, notes_of
+from ..distributed.torch_private import OF_POOL, OVER_RANKS, WEIGHTED_SUM, is_mean, nodes_of
 from ..errors import Words, expected
 
 _HALF = torch.float16, torch.bfloat16
@@ -29,7 +28,7 @@ def not_a_sum(
     loss: Tensor, fix: str, *name: Any, over_ranks: bool = True, may_be_mean: bool = False
 ) -> ValueError | None:
     """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum."""
-    notes = notes_of(loss)
+    notes = {note for node in nodes_of(loss.grad_fn, through=WEIGHTED_SUM) for note in node.metadata}
     if over_ranks and OVER_RANKS in notes:  # adding it would count the rows of all ranks again
         what, got = "the sum over this rank's terms", "a loss over the rows of all ranks"
         fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."
@@ -78,16 +77,8 @@ def zero_loss(loss: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
     ``loss * 0`` is not enough: a mean over no rows is 0 / 0, and its backward turns even a gradient of 0 into NaN. That
     backward must still run, because the wrapper communicates in it, so hooks make the gradients of each node zeros.
     """
-    seen: set[Node] = set()
-    for root, gets_zeros in [*((other, False) for other in others), (loss, True)]:
-        pending = [root.grad_fn]
-        while pending:
-            node = pending.pop()
-            # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
-            if node is None or node in seen or not node.next_functions:
-                continue
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-            if gets_zeros:
-                node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
+    for node in nodes_of(loss.grad_fn, known=nodes_of(*[other.grad_fn for other in others])):
+        # Leaves return nothing, and DDP keeps them alive: a hook on a leaf would never go away.
+        if node.next_functions:
+            node.register_hook(lambda grads, _: tuple(None if g is None else torch.zeros_like(g) for g in grads))
     return torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0

@@ -22,7 +22,7 @@ from ..errors import Words, expected, first_order_only
 from .exchange import Exchange, check_rows
 from .group import SAME_REDUCTION, Group, alone, check_gradient_reduction, gradient_scale, group_ranks, resolve_group
 from .header import Agreement, Offer, State, agree_on, refuse_in_backward
-from .torch_private import SAME_VALUE, SUMS_AND_FACTORS, not_compiled
+from .torch_private import WEIGHTED_SUM, nodes_of, not_compiled
 
 T = TypeVar("T")
 
@@ -295,19 +295,10 @@ def is_of_local_gather(total: Tensor, group: ProcessGroup) -> bool:
     """Return True if each term of ``total`` is of rows that a local public gather has brought from all of ``group``."""
 
     def is_gathered(node: Any) -> bool:
-        nodes, seen = [node], {None}
-        while nodes:
-            node = nodes.pop()
-            plan = getattr(node, "plan", None)
-            if isinstance(plan, _Plan) and plan.call in _PUBLIC and not plan.reduce_scatter:
-                return {*group_ranks(group)} <= {*group_ranks(plan.group)}
-            if node not in seen:
-                nodes += [parent for parent, _ in node.next_functions]
-            seen.add(node)
-        return False
+        plans: list[Any] = [getattr(behind, "plan", None) for behind in nodes_of(node)]
+        plans = [plan for plan in plans if isinstance(plan, _Plan) and plan.call in _PUBLIC and not plan.reduce_scatter]
+        return bool(plans) and {*group_ranks(group)} <= {*group_ranks(plans[0].group)}
 
-    terms = [total.grad_fn]
-    for node in terms:  # which grows
-        if node is not None and node.name().startswith((*SAME_VALUE, *SUMS_AND_FACTORS)):
-            terms += [parent for parent, _ in node.next_functions if parent is not None]
-    return all(map(is_gathered, terms))
+    nodes = nodes_of(total.grad_fn, through=WEIGHTED_SUM)
+    terms = [node for node in nodes if not node.name().startswith(WEIGHTED_SUM)]
+    return bool(terms) and all(map(is_gathered, terms))

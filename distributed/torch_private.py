@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -112,12 +112,12 @@ def flatten_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 MEAN, OVER_RANKS, OF_POOL = "fullrank: a mean", "fullrank: over ranks", "fullrank: of a pool"
-SUMS_AND_FACTORS = ("AddBackward", "DivBackward", "MulBackward", "SubBackward")
 SAME_VALUE = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
+WEIGHTED_SUM = (*SAME_VALUE, "AddBackward", "DivBackward", "MulBackward", "SubBackward")
 
 
 def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_pool: bool = False) -> Tensor:
-    """Note in the graph of ``loss`` what it is, for :func:`notes_of`, and return it.
+    """Note in the graph of ``loss`` what it is, and return it.
 
     A ``mean``, one ``over_ranks``, of the rows of several ranks, and ``of_pool``, if it compares its rows.
     """
@@ -129,20 +129,20 @@ def note_kind(loss: Tensor, *, mean: bool = False, over_ranks: bool = False, of_
     return loss
 
 
-def notes_of(loss: Tensor) -> set[str]:
-    """Return the notes in the graph of ``loss``, or of a part of a weighted sum, among them OVER_RANKS and OF_POOL."""
-    nodes: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    notes: set[str] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        notes.update(node.metadata)
-        if node.name() in SAME_VALUE or node.name().startswith(SUMS_AND_FACTORS):
-            nodes += [parent for parent, _ in node.next_functions]
-    return notes
+def nodes_of(*roots: Any, through: tuple[str, ...] = ("",), known: Iterable[Any] = ()) -> list[Any]:
+    """Return the nodes of the graph behind ``roots`` once each, without those ``known`` and what is behind them.
+
+    ``through`` are the beginnings of names: what is behind other nodes is left out.
+    """
+    nodes, pending, seen = list[Any](), [*roots], {None, *known}
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes.append(node)
+            if node.name().startswith(through):
+                pending += [parent for parent, _ in node.next_functions]
+    return nodes
 
 
 def is_mean(loss: Tensor) -> bool:

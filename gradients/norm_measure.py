@@ -57,7 +57,6 @@ def local_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the tensors of each dtype, in their order."""
     listed = list(tensors)
     dtypes = [tensor.dtype for tensor in listed]
     if len(set(dtypes)) == 1:
@@ -66,7 +65,6 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 
 
 def by_device(tensors: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Return the tensors on each of the ``devices`` that has some."""
     if len(devices) == 1:
         return [tensors] if tensors else []
     return [own for device in devices if (own := [tensor for tensor in tensors if tensor.device == device])]
@@ -101,10 +99,7 @@ def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _row_norms(
     tensors: list[Tensor], sizes: Sequence[int], norm_type: float, dtype: torch.dtype, scale: Tensor | None = None
 ) -> Tensor:
-    """Cut ``tensors`` into rows and return their norms in ``dtype``; with ``scale``, of the elements divided by it.
-
-    ``sizes`` are the numbers of elements. Without them, as with ``scale``, small tensors are treated like long ones.
-    """
+    """Cut ``tensors`` into rows and return their norms in ``dtype``; with ``scale``, of the elements divided by it."""
     if sizes and max(sizes) <= _WHOLE:
         return torch.stack(norms_of_each(tensors, norm_type, dtype=dtype))
     small = [tensor for tensor, size in zip(tensors, sizes) if size <= _WHOLE]

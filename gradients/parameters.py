@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.torch_private import nodes_of
 from ..errors import Words, expected
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def list_distinct(parameters: Any) -> list[tuple[Label, Any]]:
 
 
 def check_parameter(entry: Entry) -> None:
-    """Raise TypeError when ``entry`` is not a parameter."""
     if not isinstance(entry.parameter, Tensor):
         fix = "Pass .items() of a dict." if isinstance(entry.parameter, str) else ""
         raise TypeError(expected(entry.name, "a parameter or a (name, parameter) pair", entry.parameter, fix))
@@ -109,17 +109,9 @@ def elements_of(grad: Tensor) -> Tensor:
     return local.coalesce().values() if local.is_sparse else local
 
 
-def leaves_of(value: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of ``value``."""
-    seen, pending = set(), [torch.autograd.graph.get_gradient_edge(value).node]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]
-        pending += [parent for parent, _ in node.next_functions if parent is not None]
+def leaves_of(value: Tensor) -> list[Tensor]:
+    nodes = nodes_of(torch.autograd.graph.get_gradient_edge(value).node)
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 def variables_of(function: Any) -> dict[str, Any]:

@@ -99,10 +99,7 @@ def _forms(param: Any) -> list[Any]:
 
 
 def forget_forward(module: DistributedDataParallel) -> None:
-    """Reset DDP's reducer after a forward without backward; otherwise the next backward all-reduces even under no_sync.
-
-    Call it on every rank or on none: DDP rebuilds its buckets two forwards later, which is a collective.
-    """
+    """Reset DDP's reducer after a forward without backward, on all ranks; else the next backward always all-reduces."""
     reducer = getattr(module, "reducer", None)  # missing under the compiler's reducer, whose forward prepares nothing
     try:
         if reducer is not None:

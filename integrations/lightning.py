@@ -87,9 +87,8 @@ class LossMonitor(_Callback):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start counting, also if a resumed trainer skips its epoch hook."""
         self._monitor = Monitor(pl_module)
-        self._monitor.start()
+        self._monitor.start()  # a resumed trainer may skip its epoch hook
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         _warn_of_accumulation(trainer, pl_module)
@@ -127,7 +126,8 @@ class VerifyStep(_Callback):
 
         def step(model: Any, batch: Any) -> Any:
             module = getattr(model, "module", model)
-            quiet = {"log": _no_log, "log_dict": _no_log, "forward": module.training_step}
+            quiet = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+            quiet["forward"] = module.training_step
             module.__dict__.update(quiet)
             try:  # the forward of the wrapper runs training_step, as in Lightning
                 result = model(batch, batch_idx)
@@ -143,7 +143,3 @@ class VerifyStep(_Callback):
             print(self.report)
         if self._check:
             self.report.check()
-
-
-def _no_log(*args: Any, **kwargs: Any) -> None:
-    """Log nothing."""

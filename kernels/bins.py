@@ -42,7 +42,7 @@ class Outside(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """Coarse bins of one or several classes, all of the same width."""
+    """Coarse bins of one or several classes, all of the same width; the numbers of bins are per class."""
 
     width: float  # H in units of the scores
     fine: int  # F, fine bins per coarse bin
@@ -52,12 +52,10 @@ class Bins(NamedTuple):
 
     @property
     def num_coarse(self) -> int:
-        """Coarse bins per class."""
         return self.window + (0 if self.outside is None else self.outside.ids.numel())
 
     @property
     def num_fine(self) -> int:
-        """Fine bins per class."""
         return self.num_coarse * self.fine
 
     @property
@@ -254,10 +252,7 @@ def evaluate(coefficients: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def _over_lanes(rows: Tensor, lanes: int, takes_turns: bool = False) -> Tensor:
-    """Return the rows (1, m) of one class as (lanes, m / lanes) if they divide evenly, else as they are.
-
-    A lane is a run of rows, or with ``takes_turns`` every ``lanes``-th row.
-    """
+    """Return the rows (1, m) of one class as (lanes, m / lanes), runs or with ``takes_turns`` strides, if they fit."""
     if rows.shape[0] > 1 or rows.shape[1] % lanes:
         return rows
     return rows.reshape(-1, lanes).t() if takes_turns else rows.reshape(lanes, -1)

@@ -92,5 +92,4 @@ TABLE: dict[str, Costs] = {"cpu": _CPU, "accelerator": _ACCELERATOR}
 
 
 def costs_of(device: torch.device) -> Costs:
-    """Return the costs of ``device``, by its type."""
     return TABLE.get(device.type, TABLE["accelerator"])

@@ -58,7 +58,6 @@ def _chebyshev(count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def constants(order: Order, device: torch.device) -> Constants:
-    """Return the matrices of ``order`` on ``device``."""
     if device.type != "cpu":  # the copies block, so that calls in other streams can use the matrices
         *matrices, order = constants(order, torch.device("cpu"))
         to_weights, to_coarse, to_coefficients, lagrange, nodes = (matrix.to(device) for matrix in matrices)
@@ -188,13 +187,11 @@ _BLOCK = 256  # entries that one product adds up on an accelerator: its triangle
 
 
 def suffix_sums(values: Tensor) -> Tensor:
-    """Return (..., n) the sum over each of ``values`` (..., n) and all to its right.
-
-    An accelerator multiplies blocks by a triangle, which takes fewer kernels: CUDA has no deterministic cumsum.
-    """
+    """Return (..., n) the sum over each of ``values`` (..., n) and all to its right."""
     count = values.shape[-1]
     if values.device.type == "cpu":
         return values.flip(-1).cumsum(-1).flip(-1)
+    # Products of blocks and a triangle take fewer kernels, and CUDA has no deterministic cumsum.
     if count <= _BLOCK:
         return values @ _triangle(_BLOCK, values.device)[:count, :count]
     blocks = F.pad(values, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # [..., blocks, 256]

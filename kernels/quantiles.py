@@ -278,12 +278,11 @@ def _numpy_can_read(scores: Tensor) -> bool:
 def _select_by_brackets(scores: Tensor, member: Tensor | None, ranks: list[list[int]]) -> Tensor:
     """Return the members' scores of the ``ranks``, lists for each class or one for all, as (C, R).
 
-    A sample says between which scores a rank lies, and only the rows between them are ordered. numpy compares, counts
-    and selects several times as fast as torch on one thread.
+    A sample says between which scores a rank lies, and only the rows between them are ordered.
     """
     places = evenly_spaced(SAMPLE, scores.shape[1], scores.device).numpy()
     at_ranks = torch.empty(scores.shape[0], len(ranks[0]), dtype=scores.dtype, device=scores.device)
-    for c, values in enumerate(at_ranks.numpy()):
+    for c, values in enumerate(at_ranks.numpy()):  # on one thread several times as fast as torch
         inside = None if member is None else member[c].numpy()
         values[:] = _select_in_row(scores[c].numpy(), inside, ranks[c % len(ranks)], places)
     return at_ranks

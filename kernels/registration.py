@@ -153,10 +153,7 @@ def check_not_batched(*tensors: Tensor | None) -> None:
 
 
 def exact(function: Callable[..., T]) -> Callable[..., T]:
-    """Return ``function`` with matrix products of full precision, in spite of autocast.
-
-    :func:`torch.set_float32_matmul_precision` below ``"highest"`` computes them from TF32 or bfloat16 parts.
-    """
+    """Return ``function`` with matrix products of full precision, in spite of autocast and of torch's settings."""
 
     @functools.wraps(function)
     def guarded(first: Tensor, *args: Any) -> T:

@@ -330,7 +330,6 @@ class Tables:
         return self._near(moments, self.kernel.sigmoid.flip(-3, -2, -1)) + far[..., None]
 
     def slopes(self, moments: Tensor) -> Tensor:
-        """Return the sums of slopes (C, n, B, F p)."""
         return self._near(moments, self.kernel.slope)
 
     def _near(self, moments: Tensor, kernel: Tensor) -> Tensor:

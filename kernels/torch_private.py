@@ -27,35 +27,25 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def is_followed() -> bool:
-    """Return True where something traces the operations on tensors, so that what C does would be missing there.
-
-    The compiler, transforms, forward-mode tangents, tracing, and modes such as that of fake tensors do.
-    """
+    """Return True where the compiler, a transform or a mode follows the operations, which would miss what C does."""
     if torch.compiler.is_compiling() or func_transforms_are_active() or forward_ad._current_level >= 0:
         return True
     return bool(_num_modes() or torch._C._get_tracing_state() is not None)
 
 
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Return True if the numbers of all ``tensors``, which are real, are in the memory of the host as they are.
-
-    Those of subclasses, other layouts, negated views and zeros without memory are not.
-    """
+    """Return True if the numbers of all ``tensors``, which are real, are in the memory of the host as they are."""
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return False
-        if tensor.is_neg() or tensor._is_zerotensor():
-            return False
+        if tensor is not None:
+            if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+                return False
+            if tensor.is_neg() or tensor._is_zerotensor():
+                return False
     return True
 
 
 def may_overwrite(saved: Tensor, grad: Tensor) -> bool:
-    """Return True in a backward that frees its graph, so that nobody reads its ``saved`` tensor again.
-
-    Not if ``grad`` stands for several gradients, as with ``torch.autograd.grad(..., is_grads_batched=True)``.
-    """
+    """Return True in a backward of one gradient that frees its graph: nobody reads its ``saved`` tensor again."""
     is_plain = type(saved) is Tensor and not (torch.compiler.is_compiling() or func_transforms_are_active())
     return is_plain and not _graph_is_kept() and not _functorch.is_legacy_batchedtensor(grad)
 

@@ -1,7 +1,6 @@
 """Checks before the first training: of the user's cluster (``python -m fullrank``), and of the user's own step."""
 
 from .joining import concatenate, pad_tokens
-from .report import StepReport
-from .verify import verify_step
+from .verify import StepReport, verify_step
 
 __all__ = ["StepReport", "concatenate", "pad_tokens", "verify_step"]
