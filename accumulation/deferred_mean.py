@@ -32,9 +32,8 @@ from ..gradients.parameters import Entry, local_gradient
 from ..gradients.torch_private import divide_each_
 from ..gradients.when_reduced import discard_gradients_
 from ..gradients.wrappers import GradientSync, find_ranks, find_sync, shorten
-from .inner_backward import check_zero
 from .step import Step
-from .summed_loss import SUM_UP, as_mean, checked_sum, not_a_sum, sum_of
+from .summed_loss import SUM_UP, as_mean, check_zero, checked_sum, not_a_sum, sum_of
 from .token_count import Term, check_amounts, check_scalar
 from .window import Window, find_wrappers, open_window
 from .window_sums import WindowSums

@@ -34,8 +34,7 @@ from ..gradients.all_reduce_grads import note_count
 from ..gradients.torch_private import has_run_forward
 from ..gradients.when_reduced import LOOPS, discard_gradients_, leave_last_loop
 from ..gradients.wrappers import unseen_forward
-from .inner_backward import Gradients, gradients_of
-from .summed_loss import SUM_UP, as_mean, checked_sum, named, not_a_sum, zero_loss
+from .summed_loss import SUM_UP, Gradients, as_mean, checked_sum, gradients_of, named, not_a_sum, zero_loss
 from .token_count import Term, check_scalar
 from .torch_private import tensors_with_graph
 from .window import Window

@@ -182,15 +182,15 @@ def _sums_of(request: _Request, ends: Tensor | None) -> Tensor:
         return tables.read(tables.sigmoids(tables.moments(tables.keys, weights)), tables.queries)
     if len(queries) > 1 and len(parts := request.parts()) > 1:
         return torch.cat([_sums_of(part, part.ends()) for (part,) in parts])
-    sums = None
-    for c, q in chunks_of_pairs(queries, keys):
-        difference, _ = request.difference(c, q)
-        part = torch.sigmoid(difference) @ weights[c]
-        if part.shape[:2] == queries.shape:  # one chunk
+    chunks = chunks_of_pairs(queries, keys)
+    sums = None if len(chunks) == 1 else queries.new_zeros(*queries.shape, weights.shape[-1])
+    for c, q in chunks:
+        part = torch.sigmoid(request.difference(c, q)[0]) @ weights[c]
+        if sums is None:
             return part
-        sums = queries.new_empty(*queries.shape, weights.shape[-1]) if sums is None else sums
         sums[c, q] = part
-    return queries.new_zeros(*queries.shape, weights.shape[-1]) if sums is None else sums
+    assert sums is not None
+    return sums
 
 
 def _gradients(
@@ -228,13 +228,10 @@ def _gradients_of(
         grads = (_gradients_of(part, part.ends(), own_grad, with_weights) for part, own_grad in parts)
         grad_queries, grad_keys, grad_weights = map(torch.cat, zip(*grads))
         return grad_queries, grad_keys, grad_weights
-    empty = weights.new_empty(0)
-
-    def zeros() -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else empty
-
-    totals = None
-    for c, q in chunks_of_pairs(queries, keys):
+    chunks, empty, totals = chunks_of_pairs(queries, keys), weights.new_empty(0), None
+    if len(chunks) != 1:
+        totals = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(weights) if with_weights else empty
+    for c, q in chunks:
         difference, divisor = request.difference(c, q)
         if with_weights:
             sigmoid, slope = sigmoid_and_slope(difference)
@@ -243,14 +240,14 @@ def _gradients_of(
             slope, of_weights = slope_of(difference), empty
         slope *= (grad[c, q] @ weights[c].transpose(1, 2)).div_(divisor)
         of_chunk = -slope.sum(dim=2), slope.sum(dim=1), of_weights
-        if of_chunk[0].shape == queries.shape:  # one chunk
+        if totals is None:
             return of_chunk
-        totals = totals or zeros()
         totals[0][c, q] = of_chunk[0]
         totals[1][c] += of_chunk[1]
         if with_weights:
             totals[2][c] += of_chunk[2]
-    return totals or zeros()
+    assert totals is not None
+    return totals
 
 
 def _tables_if_faster(request: _Request, ends: Tensor) -> Tables | None:

@@ -56,10 +56,10 @@ class State:
         self.values: list[tuple[Tensor, Tensor]] = []  # tensors, and what they held
         self._attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []  # of whom, values, copies
         self._inside: set[nn.Module] = set()
-        self._outside: dict[nn.Module, tuple[dict[str, Any], list[Tensor | None]]] = {}  # state, gradients
+        self._outside: dict[nn.Module, dict[str, Any]] = {}  # modules that the step uses too, and their state
+        self._grads: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []  # of parameters, and copies
         self._sync, self._disable_dropout = find_sync(model), disable_dropout
         self._random = random.getstate(), np.random.get_state(), save_rng(accelerators_in_use(model))  # noqa: NPY002
-        self._grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
         kinds = Optimizer, torch.amp.GradScaler, LRScheduler
         kept = [owner for owner in gc.get_objects() if issubclass(type(owner), kinds)]
         self.is_scaled = any(isinstance(owner, torch.amp.GradScaler) and owner.is_enabled() for owner in kept)
@@ -87,7 +87,9 @@ class State:
         return float(value) if isinstance(value, (int, float)) else None
 
     def keep(self, module: nn.Module) -> None:
-        """Put back the buffers of a module, its mode, and data in attributes, such as a queue."""
+        """Put back the gradients and buffers of a module, its mode, and data in attributes, such as a queue."""
+        grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._grads += [(parameter, g, None if g is None else g.detach().clone()) for parameter, g in grads]
         self._inside.update(module.modules())
         for inner in module.modules():
             own = vars(inner)
@@ -105,7 +107,7 @@ class State:
 
     def _watch(self, module: nn.Module) -> None:
         if module not in self._inside and not self._inside & set(module.modules()):
-            self._outside[module] = copy.deepcopy(module.state_dict()), [p.grad for p in module.parameters()]
+            self._outside[module] = copy.deepcopy(module.state_dict())
             self.keep(module)
 
     @contextmanager
@@ -143,15 +145,12 @@ class State:
             parameter.grad = grad
             if grad is not None and values is not None:
                 grad.detach().copy_(values)
-        for module, (_, grads) in self._outside.items():
-            for parameter, grad in zip(module.parameters(), grads):
-                parameter.grad = grad
 
     def rewind(self, seed: int | None = None) -> None:
         """Put back everything but the gradients of the model; with ``seed``, draw other random numbers from now on."""
         for tensor, value in self.values:
             tensor.detach().copy_(value)
-        for module, (state, _) in self._outside.items():
+        for module, state in self._outside.items():
             module.load_state_dict(state)
             module.zero_grad(set_to_none=True)
         for attributes, held, copies in self._attributes:
