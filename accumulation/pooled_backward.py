@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..distributed.group import UNDO, Group, gradients_divided_by, group_ranks
+from ..distributed.group import DIVISOR, UNDO, Group, group_ranks
 from ..distributed.header import Offer, agree_on, refuse_in_backward
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected
@@ -207,8 +207,11 @@ def _evaluate(window: Window, passes: _Passes, loss: Callable[..., Any], leaf: T
     """Step 2: return the loss of all scores, and the parameters of the model in its graph."""
 
     def evaluate() -> Offer[_Evaluated]:
-        with gradients_divided_by(passes.divisor):
+        token = DIVISOR.set(passes.divisor)
+        try:
             value = loss(leaf, window.micro_batches)
+        finally:
+            DIVISOR.reset(token)
         if not isinstance(value, Tensor):
             raise TypeError(expected("loss", "a scalar tensor", value, "Return the loss alone."))
         if value.numel() != 1:

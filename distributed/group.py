@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
@@ -96,32 +95,22 @@ def backend_by_device(group: ProcessGroup) -> dict[str, str]:
 
 
 # The number that the model divides its gradients by, set while a loss is evaluated by a caller that knows it.
-_DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
+DIVISOR: ContextVar[float | None] = ContextVar("fullrank_gradient_divisor", default=None)
 # The group of this rank alone, while a program of several ranks runs as on one: it stands for every group.
 ONLY: ContextVar[ProcessGroup | None] = ContextVar("fullrank_only_group", default=None)
 # Callbacks that undo changes of state; the caller that sets it runs them if its call fails later.
 UNDO: ContextVar[ExitStack | None] = ContextVar("fullrank_undo", default=None)
 
 
-@contextmanager
-def gradients_divided_by(divisor: float | None) -> Iterator[None]:
-    """Make gathers and global means inside raise if their gradient is wrong for a model that divides by ``divisor``."""
-    token = _DIVISOR.set(divisor)
-    try:
-        yield
-    finally:
-        _DIVISOR.reset(token)
-
-
 def gradient_scale(gradient_reduction: str | int, group: ProcessGroup, *, needs_grad: bool = True) -> int:
     """Return k, the factor on this rank's rows in the backward of a gather; see :func:`all_gather_with_grad`.
 
-    ValueError inside :func:`gradients_divided_by`, when the model combines its gradients in another way.
+    ValueError where ``DIVISOR`` says that the model combines its gradients in another way.
     """
     scale = int(gradient_reduction) if isinstance(gradient_reduction, int) else 1
     if gradient_reduction == "mean":
         scale = group.size()
-    divisor = _DIVISOR.get()
+    divisor = DIVISOR.get()
     if needs_grad and divisor is not None:
         # Each gather has its own pool. A model that averages over more ranks averages over several pools.
         fits = divisor % scale == 0 if gradient_reduction == "mean" else divisor == scale

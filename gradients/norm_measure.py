@@ -73,7 +73,11 @@ def by_device(tensors: list[Tensor], devices: Sequence[torch.device]) -> list[li
 def _norm_on_host(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype on the CPU, where the host can read a value at no cost."""
     dtype, sizes = torch.promote_types(tensors[0].dtype, torch.float32), [tensor.numel() for tensor in tensors]
-    total = join_norms(_row_norms(tensors, sizes, norm_type, dtype), norm_type)
+    small = [tensor for tensor, size in zip(tensors, sizes) if size <= _WHOLE]
+    norms = [torch.stack(norms_of_each(small, norm_type, dtype=dtype))] if small else []
+    if len(small) < len(tensors):
+        norms += _norms_of_rows([tensor for tensor, size in zip(tensors, sizes) if size > _WHOLE], norm_type, dtype)
+    total = join_norms(norms[0] if len(norms) == 1 else torch.cat(norms), norm_type)
     limits = torch.finfo(dtype)
     # A power that underflows has an error of at most `tiny`. Above this mean power, that is less than one rounding.
     if (limits.tiny / limits.eps * sum(sizes)) ** (1 / norm_type) <= total.item() < math.inf:
@@ -93,26 +97,14 @@ def _norm_without_reading(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _norm_of_quotients(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of ``tensors`` of one dtype, from the elements divided by the largest."""
     dtype, scale = torch.promote_types(tensors[0].dtype, torch.float32), _finite_scale(_largest(tensors))
-    return join_norms(_row_norms(tensors, (), norm_type, dtype, scale), norm_type) * scale
+    norms = [*_norms_of_rows(tensors, norm_type, dtype, scale)]
+    return join_norms(norms[0] if len(norms) == 1 else torch.cat(norms), norm_type) * scale
 
 
-def _row_norms(
-    tensors: list[Tensor], sizes: Sequence[int], norm_type: float, dtype: torch.dtype, scale: Tensor | None = None
-) -> Tensor:
-    """Cut ``tensors`` into rows and return their norms in ``dtype``; with ``scale``, of the elements divided by it."""
-    if sizes and max(sizes) <= _WHOLE:
-        return torch.stack(norms_of_each(tensors, norm_type, dtype=dtype))
-    small = [tensor for tensor, size in zip(tensors, sizes) if size <= _WHOLE]
-    long = [tensor for tensor, size in zip(tensors, sizes) if size > _WHOLE] if sizes else tensors
-    norms = [torch.stack(norms_of_each(small, norm_type, dtype=dtype))] if small else []
-    norms += _norms_of_long(long, norm_type, dtype, scale)
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
-
-
-def _norms_of_long(
-    tensors: list[Tensor], norm_type: float, dtype: torch.dtype, scale: Tensor | None
+def _norms_of_rows(
+    tensors: list[Tensor], norm_type: float, dtype: torch.dtype, scale: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yield vectors of the norms of the rows of each tensor."""
+    """Yield vectors of the norms of the rows of each tensor in ``dtype``; of the elements divided by ``scale``."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             # A transposed tensor is contiguous in another order of dimensions, and the order does not change the norm.

@@ -185,7 +185,7 @@ ALLOWED_IMPORTS = {
     "large": {"errors", "kernels", "distributed", "losses"},
     "metrics": {"errors", "kernels", "distributed", "losses"},
     "integrations": {"errors", "accumulation", "distributed", "losses", "preflight", "queues"},
-    "preflight": {"errors", "kernels", "distributed", "gradients", "losses"},
+    "preflight": {"errors", "kernels", "distributed", "data", "gradients", "accumulation", "losses"},
 }
 
 
