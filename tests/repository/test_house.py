@@ -257,8 +257,8 @@ def test_the_tests_that_the_page_of_reliability_names_exist():
 
 USE = {
     "subpackages, which are attributes": """
-assert "fullrank.data" not in sys.modules
-assert fullrank.data.until_all_end
+assert "fullrank.large" not in sys.modules
+assert fullrank.large.ShardedLoss
 assert fullrank.integrations.__doc__
 assert "torchmetrics" not in sys.modules
 """,
