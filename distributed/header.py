@@ -489,11 +489,11 @@ def _by_value(ranks: Sequence[int], values: Sequence[str], noun: str) -> tuple[l
         groups.setdefault(value, []).append(rank)
     others = list(groups.values())[_MAX_NAMED:]
     number = f"1 other {noun}" if len(others) == 1 else f"{len(others)} other {noun}s"
-    rest = [f"and {number} on {_name_ranks(sorted(itertools.chain(*others)))}"] if others else []
-    return [(value, _name_ranks(same)) for value, same in groups.items()][:_MAX_NAMED], rest
+    rest = [f"and {number} on {name_ranks(sorted(itertools.chain(*others)))}"] if others else []
+    return [(value, name_ranks(same)) for value, same in groups.items()][:_MAX_NAMED], rest
 
 
-def _name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""

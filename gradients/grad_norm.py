@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.exchange import Exchange
 from ..distributed.group import backend_by_device, is_initialized
-from ..distributed.header import Report, cause_of, joint_error
+from ..distributed.header import Report, cause_of, joint_error, name_ranks
 from ..distributed.torch_private import not_compiled
 from ..errors import RankRuntimeError, Words, expected, warn
 from .norm_measure import by_device, by_dtype, join_norms, local_norm
@@ -405,13 +405,11 @@ def _raise_nonfinite(measured: _Measured, norm: float) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the parameters whose gradients are not finite, and their ranks."""
     named = ((entry.name, local_gradient(entry)) for entry in map(Entry._make, measured.listed))
     own_names = [name for name, grad in named if grad is not None and not elements_of(grad).isfinite().all()]
-    ranks_by_name: dict[str, list[str]] = {}
+    ranks_by_name: dict[str, list[int]] = {}
     for rank, names in _gather_objects(measured.groups, own_names):
         for name in names:
-            ranks_by_name.setdefault(name, []).append(str(rank))
-    places = [
-        f"{name} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}" for name, ranks in ranks_by_name.items()
-    ]
+            ranks_by_name.setdefault(name, []).append(rank)
+    places = [f"{name} on {name_ranks(ranks)}" for name, ranks in ranks_by_name.items()]
     more = [f"{len(places) - _MAX_NAMES} more"] if len(places) > _MAX_NAMES else []
     got = Words(f"{norm}: {'; '.join(places[:_MAX_NAMES] + more) or 'all elements are finite'}")
     fix = "Skip the step, or lower the scale."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -25,12 +26,19 @@ class Pair(NamedTuple):
     labels: Any
 
 
+@dataclass
+class Example:
+    features: Tensor
+    task: str = "rank"
+
+
 ROWS = torch.arange(6.0).view(3, 2)
 FORMS: dict[str, tuple[Any, Any]] = {
     "tensor": (ROWS, ROWS[:0]),
     "list": ([ROWS, ROWS[:, 0]], [ROWS[:0], ROWS[:0, 0]]),
     "tuple": ((ROWS, [ROWS]), (ROWS[:0], [ROWS[:0]])),
     "named tuple": (Pair(ROWS, {"a": ROWS}), Pair(ROWS[:0], {"a": ROWS[:0]})),
+    "dataclass": (Example(ROWS), Example(ROWS[:0])),
     "dict": ({"x": ROWS, "deep": {"y": (ROWS,)}}, {"x": ROWS[:0], "deep": {"y": (ROWS[:0],)}}),
     "strings": ({"x": ROWS, "text": ["a", "b", "c"]}, {"x": ROWS[:0], "text": []}),
     "numbers": ((ROWS, (1, 2.5, True)), (ROWS[:0], ())),
@@ -43,6 +51,8 @@ def same(found: Any, expected: Any) -> bool:
     """Return whether two batches have the same types, shapes and values."""
     if type(found) is not type(expected):
         return False
+    if isinstance(found, Example):
+        return same(vars(found), vars(expected))
     if isinstance(found, dict):
         return list(found) == list(expected) and all(same(found[key], expected[key]) for key in found)
     if isinstance(found, (list, tuple)):
