@@ -44,6 +44,16 @@ class LossOfParts(SavedState):
         """Return the modules that have the setting, including those inside adapters."""
         return [module for module in [*self.modules()][1:] if hasattr(module, "gather_distributed")]
 
+    def _value_of(self, part: nn.Module, logits: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Any:
+        """Call a part, with the targets in the form that a loss of torch requires."""
+        if isinstance(logits, Tensor) and isinstance(targets, Tensor):
+            if isinstance(part, nn.BCEWithLogitsLoss):
+                targets = match_shape(targets, tuple(logits.shape)).to(logits.dtype)
+            elif isinstance(part, nn.CrossEntropyLoss):
+                validate_args = all(getattr(module, "validate_args", True) for module in self.modules())
+                targets = _class_indices(part, logits, targets, validate_args)
+        return part(logits, targets, **options)
+
     def _compare_over_ranks(self, name: str, fact: State) -> None:
         """Let the losses of this package, including those inside adapters, compare ``fact`` between the ranks."""
         for module in self.modules():
@@ -65,14 +75,8 @@ def takes(loss: nn.Module, name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def targets_for(loss: nn.Module, logits: Tensor, targets: Tensor, *, validate_args: bool) -> Tensor:
-    """Return the targets in the form that a loss of torch requires, and unchanged for another loss."""
-    if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
-        return targets
-    if isinstance(loss, nn.BCEWithLogitsLoss):
-        return match_shape(targets, tuple(logits.shape)).to(logits.dtype)
-    if not isinstance(loss, nn.CrossEntropyLoss):
-        return targets
+def _class_indices(loss: nn.CrossEntropyLoss, logits: Tensor, targets: Tensor, validate_args: bool) -> Tensor:
+    """Return targets that are no probabilities as class indices."""
     if logits.ndim < 2 or logits.shape[1] == 1:
         fix = "CrossEntropyLoss of one logit is always 0. Use BCEWithLogitsLoss()."
         raise ValueError(expected("logits", "at least two classes in dim 1 for CrossEntropyLoss", logits, fix))
@@ -92,10 +96,8 @@ class CombinedLoss(LossOfParts):
 
     .. math:: L = \sum_k w_k \, L_k
 
-    Equal to ``weights["ce"] * losses["ce"](logits, targets) + weights["ap"] * losses["ap"](logits, targets) + ...``,
-    as one module. After a call, the dict ``parts`` has the value of each part by name, without its weight and its
-    graph, for logging. The calls of a training loop are passed on to the parts that have such methods. Losses of torch
-    are allowed as in :class:`~fullrank.LossWarmupWrapper`; with several ranks they average on each.
+    After a call, the dict ``parts`` has the value of each part by name, without its weight and its graph, for logging.
+    Losses of torch are allowed as in :class:`~fullrank.LossWarmupWrapper`; with several ranks they average on each.
 
     Args:
         losses: the parts, modules that are called with ``(logits, targets)``, by name. The names have no dots.
@@ -184,9 +186,6 @@ class CombinedLoss(LossOfParts):
         Args:
             logits, targets: passed to all parts.
             iid_mask, sample_weight, indexes: passed to the parts that take them; losses of torch do not. Or None.
-
-        Raises:
-            TypeError: when no part takes an argument that is given.
         """
         optional = {"iid_mask": iid_mask, "sample_weight": sample_weight, "indexes": indexes}
         options = {name: value for name, value in optional.items() if value is not None}
@@ -195,12 +194,9 @@ class CombinedLoss(LossOfParts):
                 raise TypeError(expected(name, "None, because no part takes it", value))
         self._compare_over_ranks("weights", State(self._weights, _SAME_WEIGHTS))
 
-        validate_args = all(getattr(module, "validate_args", True) for module in self.losses.values())
-
         def value_of(name: str) -> Tensor:
-            part = self.losses[name]
-            of_part = targets_for(part, logits, targets, validate_args=validate_args)
-            value = part(logits, of_part, **{key: options[key] for key in self._takes[name] if key in options})
+            taken = {key: options[key] for key in self._takes[name] if key in options}
+            value = self._value_of(self.losses[name], logits, targets, taken)
             if not isinstance(value, Tensor):
                 returned = Words(type(value).__name__)
                 raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))
@@ -234,7 +230,7 @@ class CombinedLoss(LossOfParts):
         self._call_each("on_train_batch_start", global_step)
 
     def reset_queue(self) -> None:
-        """Remove all queued rows of the parts that have a queue. With several ranks, call it on every rank."""
+        """Remove all queued rows of the parts. With several ranks, call it on every rank."""
         self._call_each("reset_queue")
 
     def _call_each(self, name: str, *args: object) -> None:

@@ -12,7 +12,7 @@ from ...distributed.header import State
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import check_between, check_count, check_temperature, expected, warn
 from ...queues.saved_state import as_saved, from_saved
-from .combined import LossOfParts, check_module, takes, targets_for
+from .combined import LossOfParts, check_module, takes
 
 _POSITION = ("_epoch", "_step", "_switch_step")
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
@@ -35,18 +35,16 @@ class LossWarmupWrapper(LossOfParts):
     :meth:`on_train_epoch_start` in every epoch if the warm-up is counted in epochs, or it never ends.
 
     With several ranks, the gradient equals that of one process only if ``warmup_loss`` also averages over all ranks, as
-    :class:`~fullrank.BCEWithLogitsLoss` and :class:`~fullrank.CrossEntropyLoss` do. The losses of torch average on each
-    rank. They get the targets in the form they require: floats in the shape of the logits for
-    ``torch.nn.BCEWithLogitsLoss``, which has no ``ignore_index``, class indices for ``torch.nn.CrossEntropyLoss``.
+    :class:`~fullrank.BCEWithLogitsLoss` does. Losses of torch average on each rank. They get the targets as floats in
+    the shape of the logits (``torch.nn.BCEWithLogitsLoss``), or as class indices (``torch.nn.CrossEntropyLoss``).
 
     Args:
         warmup_loss: called with ``(logits, targets)``; also with ``sample_weight`` if its forward takes it.
         main_loss: called with ``(logits, targets, **kwargs)``.
         warmup_epochs: length of the warm-up in epochs; 0 to start with ``main_loss``.
         temp_start, temp_end: > 0, temperatures of ``main_loss`` at the switch and after ``temp_decay_steps``, both or
-            neither. None, the default, does not change the temperature. Common values are a hundredth to a tenth of the
-            spread of the scores; for a band of ``PAUCAtBudgetLoss``, whose temperature is a multiple of a scale, 0.25
-            to 0.1.
+            neither, in which case it keeps its own. Common values are a hundredth to a tenth of the spread of the
+            scores; for a band of ``PAUCAtBudgetLoss``, whose temperature is a multiple of a scale, 0.25 to 0.1.
         temp_decay_steps: length of the decay in steps, >= 1.
         blend_epochs: length of the blend in epochs.
         warmup_steps, blend_steps: the lengths in steps instead; ``blend_steps`` requires ``warmup_steps``.
@@ -56,27 +54,20 @@ class LossWarmupWrapper(LossOfParts):
             assigned between steps: False while rank 0 validates alone, None to detect again.
 
     Raises:
-        TypeError: for losses that are not instances of a module, and for arguments of the wrong type.
-        ValueError: for values out of range, lengths in epochs and in steps, one temperature without the other, and when
-            no argument leaves the wrapper anything to do.
+        TypeError, ValueError: for arguments that do not fit each other, or leave the wrapper nothing to do.
 
     Distributed:
         The collectives of the two losses. If they are losses of this package, they compare the temperature and the
         weight of ``main_loss``, and ranks whose schedules differ raise. With several wrappers, name the losses in them.
 
     Example:
-        >>> import torch
         >>> from fullrank import CrossEntropyLoss, SmoothAPLoss
         >>> loss = LossWarmupWrapper(CrossEntropyLoss(), SmoothAPLoss(num_classes=2), warmup_steps=10)
-        >>> loss.on_train_batch_start(0)
         >>> loss.in_warmup, loss.main_weight
         (True, 0.0)
         >>> loss.on_train_batch_start(10)
-        >>> loss.in_warmup, loss.main_weight, loss.current_temperature
-        (False, 1.0, None)
-        >>> value = loss(torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1, 1]))
-        >>> round(loss.current_temperature, 3)
-        0.111
+        >>> loss.in_warmup, loss.main_weight
+        (False, 1.0)
     """
 
     _saved_names = (*(f"saved{name}" for name in _POSITION), "saved_temperature")
@@ -115,8 +106,8 @@ class LossWarmupWrapper(LossOfParts):
             raise ValueError(expected("blend_epochs", "0 with a warm-up in steps", blend_epochs, "Use blend_steps."))
         check_between("final_main_weight", final_main_weight, 0, 1, above=True)
         check_count("temp_decay_steps", temp_decay_steps, 1)
-        for name, value in (("temp_start", temp_start), ("temp_end", temp_end)):
-            check_temperature(value, automatic=True, name=name)
+        check_temperature(temp_start, automatic=True, name="temp_start")
+        check_temperature(temp_end, automatic=True, name="temp_end")
         if (temp_start is None) != (temp_end is None):
             name = "temp_start" if temp_start is None else "temp_end"
             raise ValueError(expected(name, "a number with the other temperature", None, "Give both or neither."))
@@ -128,8 +119,7 @@ class LossWarmupWrapper(LossOfParts):
         self._step: int | None = None
         self._switch_step: int | None = None
         self._warned: set[str] = set()
-        self.reset_queue_each_epoch = reset_queue_each_epoch
-        temperatures = temp_start is not None
+        self.reset_queue_each_epoch, temperatures = reset_queue_each_epoch, temp_start is not None
         if temperatures and getattr(main_loss, "surrogate", None) == "dro":
             what = "None, because surrogate='dro' has no temperature"
             raise ValueError(expected("temp_start, temp_end", what, temp_start, "Or choose another surrogate."))
@@ -179,10 +169,8 @@ class LossWarmupWrapper(LossOfParts):
     @property
     def current_temperature(self) -> float | None:
         """The temperature of ``main_loss``: its ``current_temperature``, else its ``temperature``; None without one."""
-        temperature = getattr(self.main_loss, "current_temperature", None)
-        if temperature is None:
-            temperature = getattr(self.main_loss, "temperature", None)
-        return None if temperature is None else float(temperature)
+        found = (getattr(self.main_loss, name, None) for name in ("current_temperature", "temperature"))
+        return next((float(temperature) for temperature in found if temperature is not None), None)
 
     def on_train_epoch_start(self, epoch: int) -> None:
         """Set the epoch, counted from 0. Call it on every rank, and after a restart in the middle of an epoch too."""
@@ -191,11 +179,7 @@ class LossWarmupWrapper(LossOfParts):
             self._reset_queue()
 
     def on_train_batch_start(self, global_step: int) -> None:
-        """Set the optimizer step, counted from 0, and the temperature. Call it on every rank.
-
-        The first call after the warm-up resets the queue. The decay counts from ``warmup_steps``, or this call after a
-        warm-up in epochs.
-        """
+        """Set the optimizer step, counted from 0, and the temperature. Call it on every rank."""
         self._step = global_step
         if self.in_warmup:
             return
@@ -216,22 +200,18 @@ class LossWarmupWrapper(LossOfParts):
             **kwargs: passed to ``main_loss``. ``warmup_loss`` gets ``sample_weight`` if it takes it, and no other.
 
         Returns:
-            A scalar in the warm-up. Afterwards what ``main_loss`` returns. If that is a tuple, the first element is
-            blended and the others are those of ``main_loss``.
+            A scalar in the warm-up, then what ``main_loss`` returns; of a tuple the first element is blended.
         """
         weight = self.main_weight
         self._compare_over_ranks("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
             self._warn_of_missing_calls()
-        validate_args = getattr(self.main_loss, "validate_args", True)
         if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.
-            options = {"sample_weight"} & kwargs.keys() if self._warmup_takes_weight else ()
-            warmup_targets = targets_for(self.warmup_loss, logits, targets, validate_args=validate_args)
-            warmup = self.warmup_loss(logits, warmup_targets, **{name: kwargs[name] for name in options})
+            names = {"sample_weight"} & kwargs.keys() if self._warmup_takes_weight else ()
+            warmup = self._value_of(self.warmup_loss, logits, targets, {name: kwargs[name] for name in names})
             if weight == 0.0:
                 return warmup
-        main_targets = targets_for(self.main_loss, logits, targets, validate_args=validate_args)
-        main = self.main_loss(logits, main_targets, **kwargs)
+        main = self._value_of(self.main_loss, logits, targets, kwargs)
         if weight == 1.0:
             return main
         first = main[0] if isinstance(main, tuple) else main
@@ -250,9 +230,8 @@ class LossWarmupWrapper(LossOfParts):
         ):
             if is_missing and hook not in self._warned:
                 self._warned.add(hook)
-                warn(
-                    f"LossWarmupWrapper: {hook} was never called, so the schedule stands still. Call it on every rank."
-                )
+                text = f"{hook} was never called, so the schedule stands still. Call it on every rank."
+                warn(f"LossWarmupWrapper: {text}")
 
     def _reset_queue(self) -> None:
         if hasattr(self.main_loss, "reset_queue"):

@@ -64,13 +64,9 @@ class PoolOptions(GroupOptions, total=False):
 class RankingLoss(HoldsQueue):
     """Base of the losses over a pool of rows; a subclass adds its hyper-parameters and its formula.
 
-    The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue, which carry no
-    gradient. The live rows enter the queue after the loss is computed, unless gradients are disabled. In eval mode the
-    pool is the live rows, and none is enqueued.
-
-    A subclass defines :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and sets
-    ``spread_multiple`` if its temperature can be automatic. A subclass without a temperature sets
-    ``has_temperature = False``: it has no attribute ``temperature``, ignores the argument, and saves and compares none.
+    The pool is the live rows of all ranks, in rank order, followed by the rows of the memory queue. A subclass defines
+    :meth:`compute_per_class`, names its hyper-parameters in ``own_arguments``, and sets ``spread_multiple`` if its
+    temperature can be automatic, or ``has_temperature = False`` if it ignores the argument and has no attribute.
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
@@ -79,7 +75,7 @@ class RankingLoss(HoldsQueue):
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
             ``"negatives"`` with a pointwise loss: the queued scores are constant, so all live scores may rise together.
-        queue_in_eval: let queued rows belong to the pool in eval mode too. By default validation rows are ranked alone.
+        queue_in_eval: let queued rows belong to the pool in eval mode too.
 
     Shape:
         logits (N, C), or (N,) when C = 1; targets (N,) or (N, 1), or (N, C) with ``multi_hot``; N may differ between
@@ -225,10 +221,7 @@ class RankingLoss(HoldsQueue):
     # The steps of a call, in the order in which they run.
 
     def _check_and_gather(self, given: Batch) -> tuple[Batch, Sequence[int] | None]:
-        """Return the checked rows of all ranks and how many each brought, None without a group.
-
-        If the checks fail on one rank, every rank raises.
-        """
+        """Return the checked rows of all ranks and how many each brought, None without a group."""
         call, group = type(self).__name__, self._resolve_group()
         if group is None:
             return self._check(given, None), None
@@ -364,8 +357,7 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
 def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
     """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64; ``draw`` is the seed.
 
-    The classes present share half of the budget equally; rows without a class count as one class. The other half is
-    drawn uniformly from the remaining rows. A multi-hot row counts for each of its classes; ignored rows are left out.
+    The classes present share half of the budget equally; rows without a class count as one class.
     """
     rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]

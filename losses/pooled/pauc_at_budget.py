@@ -71,16 +71,13 @@ def pauc_at_budget(
             \exp\!\left(\frac{1}{\lambda} \log\!\left(1 + e^{(x_j - x_i) / s}\right)\right)
 
     The smaller :math:`\lambda`, the fewer of the hardest negatives of each positive count. It is found for each class
-    and in each call so that the effective number of negatives is nearest to ``beta`` times their number: the perplexity
-    of their weights for the mean positive, where positives outside the range of the negatives count as being at its
-    ends. :math:`1 / \lambda` is a whole number from 1 to 12. At 12 more than ``beta`` of the negatives
-    count where logits lie close together, at 1 fewer where logits spread over several units. :math:`\lambda` is a
-    constant for the gradient, and all negatives have a gradient. With ``tau_scale=None`` :math:`s = 1`: the scores are
-    logits as in cross-entropy. L may exceed 1.
+    and in each call so that the perplexity of the negatives' weights, of the mean positive within their range, is
+    nearest to ``beta`` times their number, with :math:`1 / \lambda` a whole number from 1 to 12. It is a constant for
+    the gradient, and all negatives have a gradient. With ``tau_scale=None`` :math:`s = 1`: the scores are logits as in
+    cross-entropy. L may exceed 1.
 
-    ``"pairwise"`` and ``"trapezoid"`` have a hard band: they are one minus the smooth area under the ROC curve between
-    the false-positive rates ``alpha`` and ``beta``, over their distance. The band edges are score quantiles of the
-    reference rows R: the iid negatives, or all iid rows.
+    ``"pairwise"`` and ``"trapezoid"`` are one minus the smooth area under the ROC curve between the false-positive
+    rates ``alpha`` and ``beta``, over their distance. The band edges are score quantiles of the reference rows R:
 
     .. math::
         t_\alpha = Q_{1-\alpha}(x_R), \quad t_\beta = Q_{1-\beta}(x_R), \quad
@@ -90,25 +87,17 @@ def pauc_at_budget(
 
     .. math:: L = \frac{1}{|P|} \sum_{i \in P} \sum_k c_k \, \sigma\!\left(\frac{t_k - x_i}{\tau}\right)
 
-    ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights, and have the
-    gradient themselves; the band edges never have one. ``"trapezoid"``: the points are the quantiles at ``n_knots``
-    equally spaced rates, with the weights of the trapezoid rule. Each passes its gradient to the reference rows:
-
-    .. math:: \frac{\partial t_k}{\partial x_j} =
-              \frac{\sigma'((x_j - t_k) / \tau)}{\sum_{r \in R} \sigma'((x_r - t_k) / \tau)}, \quad j \in R
-
-    With weights w every mean over positives, negatives or points is weighted, the quantiles and their slopes are those
-    of :func:`~fullrank.losses.recall_at_quantile` with weights, and a negative of weight w has the perplexity of w.
+    ``"pairwise"``: the points are the negatives inside the band, both ends included, with equal weights and a gradient
+    of their own; ``beta=1`` is one minus the smooth AUC. ``"trapezoid"``: they are the quantiles at ``n_knots`` equally
+    spaced rates, with the weights of the trapezoid rule, and pass their gradient to the reference rows as the threshold
+    of :func:`~fullrank.losses.recall_at_quantile` does, which also says what weights do to quantiles.
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. The
-    scale is that of the reference rows of all queries. ``"pairwise"`` with ``beta=1`` is one minus the smooth AUC.
+    scale is that of the reference rows of all queries.
 
-    The gradient of all rows adds up to 0, unless ``threshold_gradient=False``: positives rise, and negatives or
-    reference rows fall. Scale and temperature are detached.
+    The gradient of all rows adds up to 0, unless ``threshold_gradient=False``. Scale and temperature are detached.
 
     Args:
-        indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
-            ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
         alpha, beta: the band of false-positive rates, 0 <= alpha < beta <= 1; under ``"dro"`` a share of negatives.
         surrogate: ``"dro"``, which requires ``alpha=0``, ``"pairwise"`` or ``"trapezoid"``. An argument without effect
             raises.
@@ -121,37 +110,24 @@ def pauc_at_budget(
             O((P + N) / dro_lambda) time, others O(P N).
 
     Degenerate:
-        A class is invalid without a positive of positive weight, a negative or a reference row, when its scale is at
+        A class is not valid without a positive of positive weight, a negative or a reference row, when its scale is at
         most 1e-12 or infinite (the module warns, once), under ``"pairwise"`` without a negative in the band, and under
-        ``"dro"`` without an iid negative: left out of the mean and the sum, NaN under ``"none"``. With no valid class
-        the loss is 0 with zero gradients. The scale ``"band"`` is infinite as soon as one edge is, as with ``alpha=0``
-        and a negative of +inf; ``"iqr"`` only where a quarter of the reference is. An infinite knot has no gradient.
+        ``"dro"`` without an iid negative. An infinite edge makes the scale ``"band"`` infinite, and has no gradient.
 
     Example:
         >>> import torch
         >>> scores = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
         >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]))
         tensor(1.6285)
-        >>> pauc_at_budget(scores, torch.tensor([0, 1, 1, 0, 0]), beta=0.5, surrogate="pairwise")
-        tensor(0.5000)
 
     Reference:
         McClish, Analyzing a Portion of the ROC Curve, 1989; Narasimhan and Agarwal, ICML 2013; Zhu et al., When AUC
-        meets DRO, ICML 2022, SOPA-s (``"dro"``). Thresholds with a gradient: Boyd et al., Accuracy at the Top, NeurIPS
-        2012; Eban et al., AISTATS 2017; Mackey, Luo and Eban, 2018; Macha, Adam and Smidl, Pat&Mat, 2020.
+        meets DRO, ICML 2022, SOPA-s (``"dro"``). Thresholds: see :func:`~fullrank.losses.recall_at_quantile`.
     """
     others = budget_basis, quantile_interpolation, dro_lambda, threshold_gradient
     area = check_area(PartialArea(alpha, beta, surrogate, n_knots, tau_scale, "pool", *others), temperature)
-    shared = logits, targets, temperature, reduction, ignore_index, False
-    pool = local_pool(
-        *shared,
-        iid_mask=iid_mask,
-        sample_weight=sample_weight,
-        indexes=indexes,
-        multi_hot=multi_hot,
-        weighting=weighting,
-        validate_args=validate_args,
-    )
+    given = Batch(logits, targets, iid_mask, sample_weight, indexes)
+    pool = local_pool(given, temperature, reduction, ignore_index, multi_hot, validate_args, weighting, False)
     per_class = missed_area(pool, area, temperature, with_stats=False).per_class
     return reduce_values(per_class, reduction, pool.scores.dtype, of_pool=indexes is None)
 
@@ -160,15 +136,12 @@ def pauc_at_budget(
 class PAUCAtBudgetLoss(RankingLoss):
     """Partial AUC at low false-positive rates, over the rows of all ranks and of a memory queue.
 
-    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. ``current_hardness`` is the lambda of the last
-    call. With a number for ``dro_lambda``, ``beta`` only sets the diagnostics. Added to cross-entropy with its defaults
-    the loss lowered average precision on 29 tables by 0.008.
+    The formulas are those of :func:`~fullrank.losses.pauc_at_budget`. With fewer than ``1 / beta`` iid negatives, 200
+    by default, both edges of a hard band from 0 are the top negative. Give the pool ten times as many, and watch
+    ``band_neg_count``; ``"dro"`` works with any number.
 
-    With fewer than ``1 / beta`` iid negatives, 200 by default, both edges of a hard band from 0 are the top negative.
-    Give the pool ten times as many, and watch ``band_neg_count``; ``"dro"`` works with any number.
-
-    With a queue the gradient of the live rows still adds up to 0: the knots of the trapezoid carry the slope of the
-    live positives. In a step without a live reference row of finite score no row of the class has a gradient then.
+    With a queue the knots of the trapezoid carry the slope of the live positives alone. In a step without a live
+    reference row of finite score no row of the class has a gradient then.
 
     Args:
         pos_numerator: the positives of the mean: those of the ``"pool"``, or the ``"live"`` ones, whose gradient the

@@ -1,8 +1,4 @@
-"""The pool that a ranking loss is computed over, and what every formula does with it.
-
-:class:`Pool` has the rows as one binary problem per class, and :func:`local_pool` makes it from the arguments of a pure
-function. Then follow the steps that formulas share, up to the reduction of :class:`PerClass`, and what a call returns.
-"""
+"""The pool that a ranking loss is computed over, what every formula does with it, and what a call returns."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ from ...distributed.torch_private import note_kind
 from ...errors import check_choice, check_int, check_temperature, expected
 from ...kernels.spread import spread_of, standardized
 from ...kernels.torch_private import func_transforms_are_active
-from ..arguments import completed
-from ..base import DistributedLoss
 from ..rows import Batch, TargetRule, check_batch, compute_dtype, has_values, may_hold, scaled_weight, weight_unit
 
 Reduction = Literal["mean", "sum", "none"]
@@ -188,23 +182,17 @@ class Pool:
         return positive, member
 
 
-@completed(DistributedLoss)
 def local_pool(
-    logits: Tensor,
-    targets: Tensor,
+    given: Batch,
     temperature: float | None,
     reduction: str,
     ignore_index: int,
-    automatic: bool = True,
-    *,
-    sample_weight: Tensor | None,
     multi_hot: bool,
     validate_args: bool,
-    iid_mask: Tensor | None = None,
-    indexes: Tensor | None = None,
     weighting: str = "rows",
+    automatic: bool = True,
 ) -> Pool:
-    """Check the arguments that the pure functions share, and return the pool of the given rows.
+    """Check the arguments that the pure functions share, described here, and return the pool of the given rows.
 
     Args:
         logits: (N, C) raw scores; C = 1 is binary, and may be (N,).
@@ -212,18 +200,19 @@ def local_pool(
             whole floats.
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
             automatic: a multiple of the spread of the scores, 0.1 for average precision and 0.3 for recall.
-        reduction: ``"mean"`` or ``"sum"`` over the valid classes, or ``"none"`` for (C,) with NaN where not valid.
+        reduction: ``"mean"`` or ``"sum"`` over the valid classes, 0 with zero gradients if none is valid; or ``"none"``
+            for (C,) with NaN where not valid.
         ignore_index: rows with this target take no part.
         iid_mask: (N,) bool, the rows that may set thresholds in partial AUC; None for all.
-        sample_weight: (N,) >= 0, finite: a row weighs as much as w rows, in every sum. Writing it out w times differs
-            a little: copies tie with each other (average precision), and a threshold may move by one row (recall,
-            pairwise, trapezoid). A factor common to all has no effect. Weight 0 leaves a row out, except with
-            ``weighting="positives"``, where the weights of negatives are not read.
-        indexes: (N,) integers, with C = 1: the query of each row.
+        sample_weight: (N,) >= 0, finite: a row weighs as much as w rows, in every sum. A factor common to all has no
+            effect. Weight 0 leaves a row out, except with ``weighting="positives"``, where the weights of negatives are
+            not read.
+        indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
+            ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
         multi_hot: targets are (N, C) of 0, 1 and ``ignore_index``, which leaves an element out for its class only.
         weighting: where weights count: ``"rows"``, for every row; ``"positives"``, only in the mean over the positives,
             as in imbalanced-losses.
-        automatic: the temperature may be None.
+        validate_args: check values (target ranges, weights), which waits for the device; skipped while compiling.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -232,9 +221,8 @@ def local_pool(
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("weighting", weighting, WEIGHTINGS)
     check_int("ignore_index", ignore_index)
-    has_columns = isinstance(logits, Tensor) and logits.ndim == 2
-    rule = TargetRule(logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
-    given = Batch(logits, targets, iid_mask, sample_weight, indexes)
+    has_columns = isinstance(given.logits, Tensor) and given.logits.ndim == 2
+    rule = TargetRule(given.logits.shape[1] if has_columns else 1, ignore_index, multi_hot)
     return Pool(check_batch(given, rule, validate_args=validate_args), weighting=weighting)
 
 
@@ -244,11 +232,10 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
     Where no value may be read, the scores of the returned pool are in units of their spread instead.
 
     Automatic temperature:
-        With None the loss does not depend on the scale of the scores. A number is an absolute width. In a module either
-        may be assigned between steps, and ``current_temperature`` is that of the last call. The spread is the
-        interquartile range over 1.349 of a sample of about 4,096 scores, averaged over the classes. It is a constant
-        for the gradient. Where most scores are tied it is the standard deviation of the central scores, and 1 where all
-        scores are equal up to rounding. Infinite scores and ignored rows are left out.
+        With None the loss does not depend on the scale of the scores. In a module ``current_temperature`` is that of
+        the last call. The spread is the interquartile range over 1.349 of a sample of about 4,096 scores, averaged over
+        the classes, a constant for the gradient. Where most scores are tied it is the standard deviation of the central
+        scores, and 1 where all scores are equal up to rounding. Infinite scores and ignored rows are left out.
     """
     if temperature is not None:
         return pool, temperature
@@ -295,10 +282,8 @@ def reduce_values(
 ) -> Tensor:
     """Return the loss over the valid classes, or queries, in ``dtype``; ``weight`` (C,) are factors of the values.
 
-    ``"mean"`` and ``"sum"`` leave out invalid classes, and are 0 if no class is valid. ``"none"`` gives (C,) with NaN
-    for invalid classes. A class whose loss is NaN always counts, so the result is NaN. In every case the loss is
-    connected to the graph of every row. The sum is rounded to ``dtype`` once, at the end. ``of_pool=False`` is for a
-    mean over queries, which may be averaged over micro-batches; ``over_ranks`` for the rows of several ranks.
+    A class whose loss is NaN always counts. In every case the loss is connected to the graph of every row.
+    ``of_pool=False`` is for a mean over queries, which may be averaged over micro-batches.
     """
     values, valid = per_class
     is_mean = reduction == "mean"
@@ -370,8 +355,7 @@ class PoolCounts:
 def query_blocks(indexes: Tensor) -> tuple[int, list[QueryBlock]]:
     """Return the number of distinct ``indexes`` (M,), the queries in sorted order, and their rows in blocks.
 
-    A block has queries of similar length: 1, 2, 3 to 4, 5 to 8 and so on, padded to the longest, so there are at most
-    twice as many places as rows, and at most 64 blocks. Waits for the device three times.
+    A block has queries of similar length: 1, 2, 3 to 4, 5 to 8 and so on. Waits for the device three times.
     """
     distinct, query = indexes.unique(return_inverse=True)
     count = torch.bincount(query, minlength=distinct.numel())

@@ -12,6 +12,7 @@ from ...kernels.below_levels import Carriers, below_levels
 from ...kernels.quantiles import INTERPOLATIONS, upper_levels
 from ..arguments import completed
 from ..base import unchecked
+from ..rows import Batch
 from .base import PoolOptions, RankingLoss
 from .pauc_surrogates import PartialArea, check_used, soft_maximum
 from .pool import (
@@ -57,9 +58,7 @@ def recall_at_quantile(
     r"""Compute a loss for the recall among the share q of the rows with the highest scores, by one of two surrogates.
 
     ``"dro"``, the default without a temperature, is that of :func:`~fullrank.losses.pauc_at_budget` with
-    ``beta=quantile``: the mean over the positives of a soft maximum over the negatives, of which the effective number
-    is q times their number. All positives and negatives have a gradient, also those far from the threshold. The scores
-    are logits, and the loss may exceed 1.
+    ``beta=quantile``. All positives and negatives have a gradient. The scores are logits, and the loss may exceed 1.
 
     ``"sigmoid"``, the default with one, is one minus the smooth share of positives above the (1 - q) quantile of all
     scores:
@@ -70,15 +69,13 @@ def recall_at_quantile(
     With ``quantile_interpolation="higher"`` at most the share q of the rows scores strictly above the threshold. Only
     positives within a few tau of the threshold have gradient.
 
-    Its threshold passes a gradient to all rows, as the quantile of the smoothed scores does. Positives rise, the rows
-    near the threshold fall, and the gradient of all rows adds up to 0:
+    Its threshold passes a gradient to all rows, so that the gradient of all rows adds up to 0:
 
     .. math:: \frac{\partial \theta}{\partial x_j} =
               \frac{\sigma'((x_j - \theta) / \tau)}{\sum_k \sigma'((x_k - \theta) / \tau)}
 
-    With weights w the positives have the mean, and all rows the slopes, of their weights. The threshold is the weighted
-    quantile: a row's rank is the weight below it, divided by that of all other rows, so that at most the share q of the
-    weight scores strictly above the threshold ``"higher"``.
+    With weights the threshold is the weighted quantile: a row's rank is the weight below it, divided by that of all
+    other rows, so that at most the share q of the weight scores strictly above the threshold ``"higher"``.
 
     Args:
         quantile: q in (0, 1), the share of rows that can be reviewed; under ``"dro"`` a share of negatives.
@@ -87,10 +84,8 @@ def recall_at_quantile(
             if one of them is not at its default, else ``"dro"``. A named ``"dro"`` refuses them.
 
     Degenerate:
-        A class without a positive of positive weight is invalid, and under ``"dro"`` one without a negative: left out
-        of the mean and the sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients. With fewer
-        than 1 / q rows the threshold of ``"sigmoid"`` is the top score, and often no positive is near enough to have a
-        gradient. An infinite threshold carries no gradient.
+        A class without a positive of positive weight is not valid, and under ``"dro"`` one without a negative. With
+        fewer than 1 / q rows the threshold of ``"sigmoid"`` is the top score. An infinite one carries no gradient.
 
     Numerics:
         Half precision is computed in float32. The shares of the threshold's gradient add up to 1 even where every
@@ -99,8 +94,6 @@ def recall_at_quantile(
     Example:
         >>> import torch
         >>> scores, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0]]), torch.tensor([1, 0, 1, 0])
-        >>> recall_at_quantile(scores, targets, quantile=0.5)
-        tensor(0.7572)
         >>> recall_at_quantile(scores, targets, quantile=0.5, surrogate="sigmoid")
         tensor(0.5000)
 
@@ -110,10 +103,8 @@ def recall_at_quantile(
         AISTATS 2017, Mackey, Luo and Eban, Constrained Classification and Ranking via Quantiles, 2018, and Macha, Adam
         and Smidl, Pat&Mat, 2020, for thresholds with a gradient.
     """
-    shared = logits, targets, temperature, reduction, ignore_index
-    pool = local_pool(
-        *shared, sample_weight=sample_weight, multi_hot=multi_hot, weighting=weighting, validate_args=validate_args
-    )
+    given = Batch(logits, targets, None, sample_weight)
+    pool = local_pool(given, temperature, reduction, ignore_index, multi_hot, validate_args, weighting)
     form = _checked_form(surrogate, quantile, temperature, quantile_interpolation, threshold_gradient)
     if form == "dro":
         per_class = soft_maximum(pool, quantile)[0]
@@ -161,9 +152,8 @@ class RecallAtQuantileLoss(RankingLoss):
     checkpoint assigns a temperature, unless ``surrogate`` decides otherwise.
 
     With ``"sigmoid"`` give the pool ``10 / quantile`` rows or more, 2,000 by default, and add the loss to weighted
-    cross-entropy: on 29 tables its recall was that of cross-entropy in the sum, and lower alone (see the page about
-    choosing a loss). With a queue the gradient of the live rows still adds up to 0, because the threshold carries the
-    slope of the live positives. In a class without a live row of finite score no row has a gradient then.
+    cross-entropy (see the page about choosing a loss). With a queue the threshold carries the slope of the live
+    positives alone. In a class without a live row of finite score no row has a gradient then.
 
     Example:
         >>> import torch

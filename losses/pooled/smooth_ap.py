@@ -8,7 +8,7 @@ from torch import Tensor
 from ...distributed.torch_private import not_compiled
 from ...kernels.smooth_ap.sums import smooth_ap_sums, try_in_c
 from ..arguments import completed
-from ..rows import compute_dtype
+from ..rows import Batch, compute_dtype
 from .base import RankingLoss
 from .pool import PerClass, Pool, Reduction, Weighting, at_temperature, local_pool, reduce_values
 
@@ -40,45 +40,29 @@ def smooth_ap(
     ``average_precision_score(sample_weight=)`` of scikit-learn, where no positive has the score of another row.
 
     With ``indexes`` there is one such loss for each query, over its rows alone; read "query" for "class" below. One
-    minus the loss is what ``RetrievalMAP(empty_target_action="skip")`` of torchmetrics measures, except that it counts
-    a query without a negative as an AP of 1, which this loss leaves out, and rows with scores of 0 or less as not
-    retrieved: pass it probabilities.
-
-    Args:
-        indexes: (N,) integers, with C = 1: rows with the same index belong to the same query, in any order and number.
-            ``"none"`` gives (queries,) in the order of ``indexes.unique()``.
+    minus the loss is what ``RetrievalMAP(empty_target_action="skip")`` of torchmetrics measures of probabilities,
+    except that it counts a query without a negative as an AP of 1, which this loss leaves out.
 
     Degenerate:
-        A class without a positive or without a negative of positive weight is invalid: left out of the mean and the
-        sum, NaN under ``"none"``. With no valid class the loss is 0 with zero gradients.
+        A class without a positive or without a negative of positive weight is not valid.
 
     Numerics:
         Half precision is computed in float32. The smaller the temperature, the closer the loss is to the exact metric,
-        and the fewer rows have gradient. O(N C) memory and time; for small N the time is O(positives x N), and for
-        large N rows more than 34 temperatures apart have no effect on each other, which shows where weights differ by a
-        factor of 1e12 or more. Queries are padded to similar lengths, which at most doubles the rows. Grouping rows
-        into queries breaks a compiled graph.
+        and the fewer rows have gradient. O(N C) memory and time, O(positives x N) for small N. For large N rows more
+        than 34 temperatures apart have no effect on each other, which shows where weights differ by 1e12 or more.
+        Queries are padded to similar lengths, which at most doubles the rows, and break a compiled graph.
 
     Example:
         >>> import torch
         >>> logits, targets = torch.tensor([[3.0], [2.0], [1.0], [0.0], [1.0]]), torch.tensor([1, 0, 1, 1, 0])
-        >>> smooth_ap(logits[:3], targets[:3])
-        tensor(0.1671)
         >>> smooth_ap(logits, targets, reduction="none", indexes=torch.tensor([4, 4, 4, 7, 7]))
         tensor([0.1667, 0.5000])
 
     Reference:
         Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020, eq. 6.
     """
-    shared = logits, targets, temperature, reduction, ignore_index
-    pool = local_pool(
-        *shared,
-        sample_weight=sample_weight,
-        indexes=indexes,
-        multi_hot=multi_hot,
-        weighting=weighting,
-        validate_args=validate_args,
-    )
+    given = Batch(logits, targets, None, sample_weight, indexes)
+    pool = local_pool(given, temperature, reduction, ignore_index, multi_hot, validate_args, weighting)
     per_class, _ = _of_pool(pool, temperature)
     return reduce_values(per_class, reduction, compute_dtype(pool.rows.logits.dtype), of_pool=indexes is None)
 
@@ -121,8 +105,7 @@ def _of_queries(pool: Pool, temperature: float) -> PerClass:
 class SmoothAPLoss(RankingLoss):
     """One minus the smooth average precision, over the rows of all ranks and of a memory queue.
 
-    The formula is that of :func:`~fullrank.losses.smooth_ap`. The pool is the rows of all ranks and of the queue. With
-    ``indexes`` there is one loss for each query instead, without the queue.
+    The formula is that of :func:`~fullrank.losses.smooth_ap`.
 
     Example:
         >>> import torch
