@@ -2,8 +2,8 @@
 
 1. ``_agree``: the rows are checked, and the headers exchanged, with rows, positives and range of the scores. 2.
 ``_sum_over_ranks``: sums over the rows of each class are added up over the ranks. If the sums are more bytes than the
-rows, or require all rows, it returns None on every rank, and the wrapped loss gathers the rows. 3. ``_reduce``: the
-loss over the classes; counts for a logger, and hints.
+rows, or require all rows, it returns None on every rank, and the wrapped loss gathers the rows. 3. The wrapped loss
+reduces the losses of the classes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from ..distributed.group import gradient_scale
 from ..distributed.header import Offer, agree_on
 from ..errors import Words, expected
 from ..losses import PAUCAtBudgetLoss, RecallAtQuantileLoss, SmoothAPLoss
+from ..losses.arguments import completed
 from ..losses.base import compiled_where_local
-from ..losses.pooled.pool import LossWithClasses, PerClass, Pool, reduce_values
+from ..losses.pooled.base import RankingLoss
+from ..losses.pooled.pool import LossWithClasses, PerClass, Pool
 from ..losses.rows import TENSORS, Batch
 from .shard import Shard, spread_over_shards, totals_of
 from .smooth_ap import smooth_ap_of_shard
@@ -37,8 +39,7 @@ class ShardedLoss(nn.Module):
 
     Equal to ``loss``, with the same gradient up to rounding. Sums over the rows of each class travel in place of the
     rows, so the cost of each rank falls with the number of ranks. If the rows are fewer bytes than the sums, ``loss``
-    gathers them as it does without this wrapper. The choice depends only on numbers that are equal on all ranks. In one
-    process, and with ``gather_distributed=False``, the call is that of ``loss``.
+    gathers them as it does without this wrapper.
 
     The settings are those of ``sharded.loss``. For diagnostics, and for a ranking per query (``indexes``), call
     ``sharded.loss`` itself, which gathers the rows.
@@ -46,11 +47,7 @@ class ShardedLoss(nn.Module):
     Args:
         loss: a :class:`~fullrank.SmoothAPLoss`, a :class:`~fullrank.RecallAtQuantileLoss` with
             ``surrogate="sigmoid"``, or a :class:`~fullrank.PAUCAtBudgetLoss` with ``surrogate="trapezoid"``, whose
-            ``queue_size`` is 0 and whose ``max_pool_size`` is None. The state is its state, with ``loss.`` before the
-            names.
-
-    Shape:
-        As for ``loss``.
+            ``queue_size`` is 0 and whose ``max_pool_size`` is None.
 
     Raises:
         TypeError: for another loss, and for a subclass with another formula.
@@ -64,8 +61,7 @@ class ShardedLoss(nn.Module):
         One header forward, and None backward. Then ``SmoothAPLoss`` has one sum over the ranks; one more exchange each
         for several classes and an automatic temperature, two for infinite scores; three in place of the sum where only
         positives travel. Thresholds have three sums for float32 and six for float64, and one exchange of the sums at
-        them; recall one more with an automatic temperature. Every rank gets the same value to the last bit, and the
-        gradient of its own rows.
+        them; recall one more with an automatic temperature. Every rank gets the same bits.
 
     Example:
         >>> import torch
@@ -111,6 +107,7 @@ class ShardedLoss(nn.Module):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses: ...
+    @completed(RankingLoss.forward)
     @compiled_where_local
     def forward(
         self,
@@ -121,13 +118,7 @@ class ShardedLoss(nn.Module):
         *,
         sample_weight: Tensor | None = None,
     ) -> Tensor | LossWithClasses:
-        """Return the loss of this rank's rows, pooled with those of the other ranks.
-
-        Args:
-            logits, targets, iid_mask, sample_weight: the rows of this rank, as ``loss`` takes them.
-            return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also the loss of each class, and
-                which classes are valid.
-        """
+        """Return the loss of this rank's rows, pooled with those of the other ranks."""
         group, shard, per_class = self.loss._resolve_group(), None, None
         if group is None:
             check_shardable(self.loss)
@@ -137,7 +128,11 @@ class ShardedLoss(nn.Module):
         if shard is None or per_class is None:
             gathered: Any = self.loss(logits, targets, iid_mask, return_per_class, sample_weight=sample_weight)
             return gathered
-        loss = self._reduce(shard, rows, per_class)
+        # Without this rank's rows. A hint about them would be given on some ranks only, and where warnings are errors
+        # it would stop only these ranks.
+        none = Batch(rows.logits[:0], rows.targets[:0], over_ranks=True)
+        positives = sum(shard.positives) / self.loss.num_classes
+        loss = self.loss._reduce_and_enqueue(none, None, per_class, lambda: positives)
         return LossWithClasses.of(loss, per_class) if return_per_class else loss
 
     if TYPE_CHECKING:  # that of nn.Module returns Any
@@ -195,19 +190,6 @@ class ShardedLoss(nn.Module):
             return smooth_ap_of_shard(shard, temperature)
         settings = loss.quantile, loss.quantile_interpolation, loss.threshold_gradient
         return recall_of_shard(shard, temperature, *settings)
-
-    def _reduce(self, shard: Shard, rows: Batch, per_class: PerClass) -> Tensor:
-        """Return the loss over the valid classes. Count for loggers, and look for hints."""
-        loss, pool = self.loss, shard.pool
-        if loss.training and loss.pool_counts is not None:
-            loss.pool_counts.add(sum(shard.positives) / loss.num_classes, per_class)
-        value = reduce_values(per_class, loss.reduction, pool.scores.dtype, over_ranks=True)
-        if loss._hints.should_observe(loss, value):
-            # Without this rank's rows. A hint about them would be given on some ranks only, and where warnings are
-            # errors it would stop only these ranks.
-            rows = rows.take(rows.targets.new_zeros(0).long())
-            loss._hints.observe(rows, per_class.valid)
-        return value
 
 
 def check_shardable(loss: Any) -> Any:

@@ -38,7 +38,6 @@ from .pool import (
     PoolCounts,
     Reduction,
     Weighting,
-    at_temperature,
     local_pool,
     reduce_values,
 )
@@ -70,7 +69,8 @@ class RankingLoss(HoldsQueue):
 
     Args:
         num_classes: columns C of the logits; class c is ranked against the rest. 1 is binary, with targets 0 and 1.
-        queue_size: rows of the memory queue, 0 for none. Queued rows belong to the pool and carry no gradient.
+        queue_size: rows of earlier steps in the memory queue, 0 for none. They belong to the pool in training mode and
+            carry no gradient. The live rows enter after the loss is computed.
         update_queue_in_eval: let rows enter the queue in eval mode and without gradients too.
         max_pool_size: draw at most this many rows of the pool, with a quota for every class; None uses all rows.
         queue_keep: ``"all"`` rows, or ``"negatives"`` only, which do not dilute the gradient of live positives. Combine
@@ -206,17 +206,13 @@ class RankingLoss(HoldsQueue):
     def _step(self, given: Batch, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
         """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
         live, counts = self._check_and_gather(given)
-        pool, has_queries = self._make_pool(live), live.indexes is not None
+        pool = self._make_pool(live)
         per_class = formula(pool)
-        loss = self._reduce_and_enqueue(live, pool, per_class)
-        if has_values(live.logits) and self._hints.should_observe(self, loss):
-            if counts is not None:
-                self._hints.observe_ranks(counts, live.tensors)
-            if has_queries:
-                self._hints.observe_valid(per_class.valid, NO_QUERY)
-            else:
-                self._hints.observe(live, per_class.valid)
-        return loss, per_class
+
+        def positives() -> Tensor:
+            return pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0]
+
+        return self._reduce_and_enqueue(live, counts, per_class, positives), per_class
 
     # The steps of a call, in the order in which they run.
 
@@ -245,12 +241,11 @@ class RankingLoss(HoldsQueue):
         if indexes is not None and self.max_pool_size is not None:
             fix = "A draw would take rows out of their queries."
             raise ValueError(expected("max_pool_size", "None in a call with indexes", self.max_pool_size, fix))
-        stored = self.queue.wanted if self.queue_size and self._enqueues else None
         return check_batch(
             given,
-            self._rule,
+            TargetRule(self.num_classes, self.ignore_index, self.multi_hot),
             validate_args=self.validate_args,
-            stored=stored,
+            stored=self.queue.wanted if self.queue_size and self._enqueues else None,
             weight_dtype=torch.float32 if group is None else torch.float64,
             # On an accelerator the header brings what the checks find: the host waits for both at once.
             defers=group is not None and "cpu" not in backend_by_device(group),
@@ -284,32 +279,39 @@ class RankingLoss(HoldsQueue):
             rows, is_live = rows.take(index), None if is_live is None else index < is_live
         return Pool(rows, is_live, self.queue_keep, self.weighting)
 
-    def _at_temperature(self, pool: Pool) -> tuple[Pool, float]:
-        """Return the pool and the temperature to use in the formula of a subclass that has ``spread_multiple``."""
-        assert self.spread_multiple is not None
-        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
-        self._note_temperature(pool, temperature)
-        return scaled, temperature
-
     def _note_temperature(self, pool: Pool, temperature: float) -> None:
         if temperature != self._last_temperature and has_values(pool.rows.logits):
             vars(self)["_last_temperature"] = temperature
 
-    def _reduce_and_enqueue(self, live: Batch, pool: Pool, per_class: PerClass) -> Tensor:
-        """Return the loss over the valid classes. Enqueue the live rows, and count for loggers."""
+    def _reduce_and_enqueue(
+        self,
+        live: Batch,
+        counts: Sequence[int] | None,
+        per_class: PerClass,
+        positives: Callable[[], Tensor | float],
+    ) -> Tensor:
+        """Return the loss over the valid classes. Enqueue the live rows, count for loggers, and look for hints.
+
+        ``positives()`` is the number of positives in the pool, averaged over the classes.
+        """
         dtype, has_queries = compute_dtype(live.logits.dtype), live.indexes is not None
         loss = reduce_values(per_class, self.reduction, dtype, of_pool=not has_queries, over_ranks=live.over_ranks)
-        if self.pool_counts is not None and self.training and has_values(live.logits):
-            self.pool_counts.add(pool.positive.sum(dtype=torch.float64) / pool.positive.shape[0], per_class)
         if self.queue_size and self._enqueues and not has_queries and not live.logits.is_meta:
             self.queue.enqueue(*live[:4], num_stored=live.num_stored)
+        if not has_values(live.logits):
+            return loss
+        if self.pool_counts is not None and self.training:
+            self.pool_counts.add(positives(), per_class)
+        if self._hints.should_observe(self, loss):
+            if counts is not None:
+                self._hints.observe_ranks(counts, live.tensors)
+            if has_queries:
+                self._hints.observe_valid(per_class.valid, NO_QUERY)
+            else:
+                self._hints.observe(live, per_class.valid)
         return loss
 
     # The facts that the ranks compare, and the state.
-
-    @property
-    def _rule(self) -> TargetRule:
-        return TargetRule(self.num_classes, self.ignore_index, self.multi_hot)
 
     def _facts(self) -> dict[str, object]:
         return {**super()._facts(), "draws": State(self._num_draws, "Load the same checkpoint on every rank.")}
@@ -324,9 +326,9 @@ class RankingLoss(HoldsQueue):
 
     @property
     def _shown(self) -> tuple[str, ...]:
-        names = ("num_classes", *self.own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size")
-        names = (*names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot")
-        return names if self.weighting == "rows" else (*names, "weighting")
+        names = "num_classes", *self.own_arguments, "queue_size", "reduction", "ignore_index", "max_pool_size"
+        weighting = () if self.weighting == "rows" else ("weighting",)
+        return *names, "gradient_reduction", "queue_keep", "queue_in_eval", "multi_hot", *weighting
 
 
 def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:

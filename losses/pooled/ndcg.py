@@ -57,30 +57,27 @@ class NDCGLoss(CurrentTemperature):
 
     .. math:: L = 1 - \frac{1}{I} \sum_i \frac{g_i}{\log_2(1 + r_i)},
 
-    where I is the same sum in the best order. At a small temperature it is one minus ``ndcg_score`` of scikit-learn and
-    ``RetrievalNormalizedDCG`` of torchmetrics: to 1e-6 where no two scores of a query are within 15 temperatures of
-    each other. Rows with closer scores share their places, by the definition of the soft ranks.
+    where I is the same sum in the best order. It is one minus ``ndcg_score`` of scikit-learn and
+    ``RetrievalNormalizedDCG`` of torchmetrics to 1e-6 where no two scores of a query are within 15 temperatures of each
+    other. Rows with closer scores share their places.
 
     Args:
         temperature: > 0, width of the sigmoid that replaces the step, in units of the scores. None, the default, is
-            automatic: 0.1 times the spread of the scores. May be assigned between steps.
+            automatic: 0.1 times the spread of the scores.
         gain: of a relevance: ``"linear"``, the relevance itself, or ``"exponential"``, 2 to its power, minus 1.
         top: count only the first k places, as NDCG@k does: a row counts fully up to rank k, and less and less up to
             k + 1. Rows beyond have no gradient of their own, so start a training with None, which counts all places.
-        reduction: ``"mean"`` or ``"sum"`` over the valid queries, or ``"none"`` for (queries,), by sorted indexes.
+        reduction: ``"mean"`` or ``"sum"`` over the queries with a relevance above 0, 0 with zero gradients if there is
+            none; or ``"none"`` for (queries,), by sorted indexes, with NaN for the others.
         ignore_index: rows with this relevance take no part.
-
-    Degenerate:
-        A query without a relevance above 0 is left out of the mean and the sum, and NaN under ``"none"``. With no valid
-        query the loss is 0 with zero gradients.
 
     Numerics:
         Half precision is computed in float32, sums in float64. The soft ranks take time linear in the rows of a query,
         or quadratic for few rows. Queries may be padded to similar lengths, which at most doubles the rows.
 
     Distributed:
-        One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. A query
-        may have rows on several ranks. Every rank gets the same value.
+        One collective forward, the header with the rows of all ranks, or two if they do not fit. None backward. Every
+        rank gets the same value.
 
     Example:
         >>> import torch
@@ -89,8 +86,7 @@ class NDCGLoss(CurrentTemperature):
         tensor(0.4131)
 
     Reference:
-        Qin, Liu and Li, A General Approximation Framework for Direct Optimization of Information Retrieval Measures,
-        Information Retrieval 13, 2010, eq. 16 and 18.
+        Qin, Liu and Li, A General Approximation Framework for Direct Optimization of IR Measures, 2010, eq. 16 and 18.
     """
 
     _shown = "gain", "top", "reduction", "ignore_index", "gradient_reduction"
@@ -144,14 +140,12 @@ class NDCGLoss(CurrentTemperature):
             rows = checked_grades(logits, relevance, indexes)
             weight, of_weight = weight_of_rows(sample_weight, logits, "logits", self.validate_args)
             of_grades = relevance_check(rows[1], self.gain, self.ignore_index) if self.validate_args else None
-            check = combined([of_grades, of_weight])
-            tensors = *rows, weight
+            tensors, check = (*rows, weight), combined([of_grades, of_weight])
             names = "logits", "relevance", "indexes", "sample_weight"
             return Offer(tensors, self._facts(), check=check, tensors=tensors, names=names)
 
         if group is None:
-            agreed = agree_on(call, None, bring)
-            rows = agreed.value
+            rows = agree_on(call, None, bring).value
         else:
             agreed = gather_agreed(call, group, bring, gradient_reduction=self.gradient_reduction)
             rows = agreed.tensors
@@ -166,13 +160,13 @@ class NDCGLoss(CurrentTemperature):
         __call__ = forward
 
     def _differ(self, grades: Tensor, indexes: Tensor | None) -> Tensor:
-        """Return in which queries two rows differ in relevance; the loss of the others is 0, or not defined."""
+        """Return in which queries two rows differ in relevance."""
         query = torch.zeros_like(grades, dtype=torch.int64)
         query = query if indexes is None else indexes.unique(return_inverse=True)[1]
-        ends, kept = [], grades != self.ignore_index
+        ends, ignored = [], grades == self.ignore_index
         for way, nothing in (("amin", math.inf), ("amax", -math.inf)):
             start = torch.full_like(grades, nothing)  # there are no more queries than rows
-            ends.append(start.scatter_reduce(0, query, grades.masked_fill(~kept, nothing), way))
+            ends.append(start.scatter_reduce(0, query, grades.masked_fill(ignored, nothing), way))
         return ends[0] < ends[1]
 
     def _loss(self, logits: Tensor, grades: Tensor, indexes: Tensor | None, weight: Tensor | None) -> Tensor:
@@ -201,10 +195,9 @@ class NDCGLoss(CurrentTemperature):
             factors = None if weight is None else weight.new_zeros(num_queries)
             for block in blocks:
                 inside = block.present if member is None else block.take(member)
-                result = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
-                block_values, block_valid = result
-                values = values.index_copy(0, block.queries, block_values)
-                valid[block.queries] = block_valid
+                of_block = self._of_queries(block.take(scores), block.take(grades), inside, temperature)
+                values = values.index_copy(0, block.queries, of_block[0])
+                valid[block.queries] = of_block[1]
                 if factors is not None and weight is not None:
                     factors[block.queries] = _mean_of_rows(block.take(weight), inside)
         values = values if factors is None else values * factors
@@ -222,15 +215,14 @@ class NDCGLoss(CurrentTemperature):
         """Return the loss of few rows of each query on the host from one call of C; None if it does not apply."""
         if self.reduction == "none" or not native.is_usable(scores) or is_followed():
             return None
-        of_rows, gains, is_mean = scores.detach(), self._gains(grades), self.reduction == "mean"
-        with_grad, order = torch.is_grad_enabled() and scores.requires_grad, None
+        is_mean, with_grad, order = self.reduction == "mean", torch.is_grad_enabled() and scores.requires_grad, None
         most = costs_of(scores.device).most_native_pairs(1, len(scores))
+        columns = scores.detach(), self._gains(grades), member, weight, indexes
         numbers = float(temperature), self.top, is_mean, with_grad, most
-        found = native.ndcg(of_rows, gains, member, weight, indexes, *numbers)
+        found = native.ndcg(*columns, *numbers)
         if found is None and indexes is not None and bool((indexes[1:] < indexes[:-1]).any()):
             order = indexes.argsort(stable=True)
-            member, weight = (None if row is None else row[order] for row in (member, weight))
-            found = native.ndcg(of_rows[order], gains[order], member, weight, indexes[order], *numbers)
+            found = native.ndcg(*(None if column is None else column[order] for column in columns), *numbers)
         if found is None:
             return None
         loss, gradient = found[0].to(scores.dtype), found[1]

@@ -295,7 +295,7 @@ class PAUCAtBudgetLoss(RankingLoss):
 
         def with_stats(pool: Pool) -> PerClass:
             missed = self._missed_area(pool, with_stats=True)
-            stats.update(missed.stats or {})
+            stats.update(missed.stats)
             return missed.per_class
 
         formula = with_stats if return_diagnostics else self.compute_per_class

@@ -67,12 +67,9 @@ _USED_BY: dict[str, tuple[tuple[str, ...], object]] = {
 
 def check_area(area: PartialArea, temperature: float = TEMPERATURE) -> PartialArea:
     """Return ``area`` unchanged, or raise TypeError or ValueError."""
-    check_number("alpha", area.alpha)
-    check_number("beta", area.beta)
+    band = check_number("alpha", area.alpha), check_number("beta", area.beta)
     if not 0 <= area.alpha < area.beta <= 1:
-        raise ValueError(
-            expected("alpha, beta", "0 <= alpha < beta <= 1", (area.alpha, area.beta), of_percent(area.beta))
-        )
+        raise ValueError(expected("alpha, beta", "0 <= alpha < beta <= 1", band, of_percent(area.beta)))
     if isinstance(area.n_knots, bool) or not isinstance(area.n_knots, int) or area.n_knots < 2:
         raise ValueError(expected("n_knots", "an int >= 2", area.n_knots))
     check_choice("surrogate", area.surrogate, get_args(Surrogate))
@@ -104,7 +101,7 @@ class MissedArea(NamedTuple):
 
     per_class: PerClass
     flat: Tensor | None  # [C] bool: the class has positives and reference rows, but their scores do not differ
-    stats: dict[str, Tensor] | None  # each [C]: NaN, or 0 for counts, where the class is not valid
+    stats: dict[str, Tensor]  # each [C]: NaN, or 0 for counts, where the class is not valid; empty if not asked for
     tilts: Tensor | None = None  # [C] float64, the lambda of each class, under "dro"
 
 
@@ -146,7 +143,7 @@ def missed_area(
         valid = valid & rivals.any(dim=1)
         share, missed = _mean_over_rivals(pool, thresholds, valid, numerator, share, rivals)
         losses = propagate_nan((missed * share).sum(dim=1) * valid, pool)
-    stats = None
+    stats = dict[str, Tensor]()
     if with_stats:
         missed = torch.where(share > 0, missed.detach(), 0.0)
         mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives
@@ -171,29 +168,26 @@ def _of_queries(pool: Pool, area: PartialArea, temperature: float, with_stats: b
         valid[queries] = missed.per_class.valid
         flat = flat if missed.flat is None else flat | missed.flat.any()
         tilts = tilts if missed.tilts is None else tilts.index_copy(0, queries, missed.tilts)
-        for name, found in (missed.stats or {}).items():
+        for name, found in missed.stats.items():
             stats[name] = stats.get(name, found.new_zeros(number)).index_copy(0, queries, found)
-    is_soft = area.surrogate == "dro"
-    return MissedArea(PerClass(values, valid), flat, stats if with_stats else None, tilts if is_soft else None)
+    return MissedArea(PerClass(values, valid), flat, stats, tilts if area.surrogate == "dro" else None)
 
 
 def _soft_area(pool: Pool, area: PartialArea, with_stats: bool, whole: Thresholds | None) -> MissedArea:
     """Return the same for ``"dro"``, which needs no threshold unless it is scaled by one or reports them."""
-    live = pool.live if area.pos_numerator == "live" else None
-    thresholds, scales, flat, stats = None, None, None, None
+    live, scales = pool.live if area.pos_numerator == "live" else None, None
     if area.scale is not None or with_stats:
         thresholds = _thresholds(pool, _reference(pool, area), area, 1.0, whole)
         scales = None if area.scale is None else thresholds.tau.double()
-    (values, valid), tilts, variance = soft_maximum(
-        pool, area.beta, pool.iid, live, scales, area.dro_lambda, with_stats
-    )
-    if thresholds is not None and scales is not None:
+    rest = scales, area.dro_lambda, with_stats
+    (values, valid), tilts, variance = soft_maximum(pool, area.beta, pool.iid, live, *rest)
+    flat = None
+    if scales is not None:
         numerator = pool.positive if live is None else pool.positive & live
         flat = positive_shares(pool, numerator)[1] & (thresholds.has_reference ^ thresholds.resolved)
         values = values.masked_fill(~(thresholds.resolved | values.isnan()), 0.0)
         valid = valid & thresholds.resolved
-    if thresholds is not None and with_stats:
-        stats = _stats_of(pool, thresholds, valid, variance)
+    stats = _stats_of(pool, thresholds, valid, variance) if with_stats else {}
     return MissedArea(PerClass(values, valid), flat, stats, tilts)
 
 
@@ -208,9 +202,8 @@ def soft_maximum(
 ) -> tuple[PerClass, Tensor, Tensor]:
     """Return for each class the mean over its positives of the soft maximum over its negatives, lambda, and a variance.
 
-    ``iid`` (M,) are the negatives and ``live`` (M,) the positives that count, None for all; differences of scores are
-    divided by ``scales`` (C,) float64. ``tilt`` is a lambda instead of the ``budget``. Lambda (C,) float64 is 1 where
-    not valid; the variance (C,) float64, of the losses of the positives, is empty if it is not asked for.
+    ``iid`` (M,) are the negatives and ``live`` (M,) the positives that count; ``tilt`` is a lambda instead of the
+    ``budget``. Lambda (C,) float64 is 1 where not valid; the variance of the losses of the positives may be empty.
     """
     scores = pool.scores.contiguous()
     if scores.shape[1] == 0:
@@ -266,10 +259,9 @@ def _mean_over_rivals(
 def _compact(
     pool: Pool, numerator: Tensor, share: Tensor, rivals: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return the positives in ``numerator`` and the rivals, of each class first its entries, then padding.
+    """Return mask, scores and shares of the positives (C, P), and mask, scores and weights of the rivals (C, K).
 
-    They are a mask (C, P), None without padding, their scores and shares; and a mask (C, K), scores and weights, None
-    for 1. The device is waited for once. Where values cannot be read, the masks are those passed, (C, M).
+    A mask is None without padding. The device is waited for once; where values cannot be read, all rows come back.
     """
     scores, weight = pool.scores, pool.key_weight
     weight = None if weight is None else weight.expand_as(scores)

@@ -146,12 +146,6 @@ class Pool:
             found.append((block.queries, part))
         return count, found
 
-    def with_scores(self, scores: Tensor) -> Pool:
-        """Return this pool with other scores (C, M)."""
-        other = copy.copy(self)
-        other.scores = scores
-        return other
-
     def _positive_and_member(self) -> tuple[Tensor, Tensor | None]:
         rows, rule = self.rows, self.rows.rule
         member: Tensor | None
@@ -239,9 +233,11 @@ def at_temperature(pool: Pool, temperature: float | None, multiple: float) -> tu
     """
     if temperature is not None:
         return pool, temperature
-    if not has_values(pool.scores):
-        return pool.with_scores(standardized(pool.scores, pool.member)), multiple
-    return pool, multiple * spread_of(pool.scores, pool.member)
+    if has_values(pool.scores):
+        return pool, multiple * spread_of(pool.scores, pool.member)
+    scaled = copy.copy(pool)
+    scaled.scores = standardized(pool.scores, pool.member)
+    return scaled, multiple
 
 
 def positive_shares(pool: Pool, numerator: Tensor) -> tuple[Tensor, Tensor]:

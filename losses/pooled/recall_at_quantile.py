@@ -198,8 +198,9 @@ class RecallAtQuantileLoss(RankingLoss):
         """Return the loss of each class."""
         if self.form == "dro":
             return soft_maximum(pool, self.quantile)[0]
-        pool, temperature = self._at_temperature(pool)
-        return _missed(pool, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
+        scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)
+        self._note_temperature(pool, temperature)
+        return _missed(scaled, self.quantile, temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def _check_change(self, name: str, value: Any) -> None:
         super()._check_change(name, value)
