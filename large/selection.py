@@ -26,10 +26,10 @@ _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Selected(NamedTuple):
-    """Quantiles over all parts, the number of scores they are taken of, and the other sums."""
+    """Quantiles over all parts."""
 
     levels: Levels  # (C, L)
-    members: Tensor  # [C] float64
+    members: Tensor  # [C] float64, the number of scores they are taken of
     extra: Tensor  # as given, summed over the parts
 
 
@@ -43,16 +43,8 @@ def select_levels(
 ) -> Selected:
     """Return the quantiles of :func:`~fullrank.kernels.quantiles.upper_levels` over the scores of all parts.
 
-    The number of calls of ``add``, and the sizes of their arguments, depend on the dtype, the number of classes and
-    the number of fractions alone.
-
-    Args:
-        scores: (C, M) this part, float32 or float64.
-        member: (C, M) bool, the scores that count; None for all.
-        fractions: the q of the (1 - q) quantiles.
-        interpolation: see :func:`~fullrank.kernels.quantiles.upper_quantiles`.
-        add: returns the sum of a float64 tensor (n,) over the parts.
-        extra: float64 (k,), further numbers to sum over the parts.
+    ``add`` returns the sum of a float64 tensor (n,) over the parts, such as of the numbers ``extra`` (k,). Its calls,
+    and the sizes of their arguments, depend on the dtype, the number of classes and the number of fractions alone.
     """
     scores, num_classes = scores.detach(), scores.shape[0]
     wanted = len(fractions) * (2 if interpolation in BLENDED else 1)
@@ -168,10 +160,7 @@ def _first_equal(values: Tensor) -> Tensor:
 
 
 def _digit_of(cumulated: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the digit of the score of each ``rank`` (C, n), and its rank among those with this digit.
-
-    ``cumulated`` (C, n, digits) counts the scores up to each digit.
-    """
+    """Return the digit at each ``rank`` (C, n) of the counts up to each digit, and its rank among those with it."""
     digit = torch.searchsorted(cumulated.contiguous(), rank[:, :, None].contiguous(), right=True)[:, :, 0]
     digit = digit.clamp_max(cumulated.shape[2] - 1)
     below = cumulated.gather(2, (digit - 1).clamp_min(0)[:, :, None])[:, :, 0]

@@ -42,12 +42,10 @@ class Shard(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pool."""
         return sum(self.rows)
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the scores need a gradient."""
         return self.pool.scores.requires_grad and torch.is_grad_enabled()
 
     def attach(self, values: Tensor, gradient: Tensor | None) -> Tensor:
@@ -66,7 +64,6 @@ class Positives(NamedTuple):
 
     @staticmethod
     def of(pool: Pool) -> Positives:
-        """Return the positives of ``pool``."""
         class_of, row_of = pool.positive.nonzero(as_tuple=True)
         mass = pool.scores.new_ones(row_of.shape, dtype=torch.float64)
         return Positives(class_of, row_of, mass if pool.weight is None else pool.weight[row_of].double())
@@ -74,14 +71,10 @@ class Positives(NamedTuple):
 
 @torch.no_grad()
 def totals_of(pool: Pool) -> tuple[Tensor | float, ...]:
-    """Return the totals of a shard for the header: number of positives, ends of the scores, largest weight.
-
-    The last is negative if the weights are not all equal.
-    """
+    """Return for the header the number of positives, ends of the scores, largest weight, negated if not all equal."""
     rows, scores = pool.rows, pool.rows.logits.t()
     if not scores.numel():
         return 0.0, math.inf, -math.inf, 0.0
-    positives: Tensor | float
     outside: Tensor | None
     if rows.unread is not None and rows.rule.num_classes == 1 and rows.sample_weight is None:
         outside, positives = (rows.targets == rows.rule.ignore_index)[None], rows.unread[1]

@@ -1,17 +1,14 @@
 """Smooth-AP of rows that stay on their ranks, in one of two forms; see :mod:`fullrank.kernels.smooth_ap.binned`.
 
 moments
-    Every quantity is a function of the score that follows from the moments of bins, and moments add up over the ranks::
+    These are the moments of bins, which add up over the ranks; with weights of the rows so do those of the rates::
 
         own rows -> moments ==all-reduce==> fields -> loss, polynomials -> gradient of own rows
 
-With weights of the rows the fields are read at the positives of each rank, and a second all-reduce adds up the loss and
-the moments of their rates.
-
 positives
-    For scores so far apart that most bins would be empty, and for many classes, where a row has one positive and C
-    scores. With R_N and R_P the sums over all negatives and positives at x_i, the loss is the weighted mean of
-    R_N / (R_N + R_P + 1/2), because R_P contains the pair of i with itself. With weights of the rows it is w_i / 2::
+    For scores so far apart that most bins would be empty, and for many classes. With R_N and R_P the sums over all
+    negatives and positives at x_i, the loss is the weighted mean of R_N / (R_N + R_P + w_i / 2), because R_P contains
+    the pair of i with itself::
 
         positives ==all-gather==> sums over own rows ==all-reduce==> loss, slopes -> gradient of own rows as keys
                                                                  gradient of the positives as queries ==all-reduce==>
@@ -68,11 +65,10 @@ def smooth_ap_of_shard(shard: Shard, temperature: float) -> PerClass | None:
 
 
 def _make_finite(shard: Shard, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return this rank's scores with infinite ones replaced as in a gathered pool, and the ranges over all ranks.
+    """Return this rank's scores with infinite ones replaced as in a gathered pool, and facts about those of all ranks.
 
-    The ranges are the negated lowest and the highest of each class (2, C) float64, 0 without a row. Also (C,) bool:
-    which classes have a NaN, and in which a positive and another row are at the same infinity. With one class the
-    header has the range; only infinite scores take two more exchanges.
+    They are the negated lowest and the highest of each class (2, C) float64, and (C,) bool which classes have a NaN,
+    and in which a positive and another row are at the same infinity.
     """
     scores, member, exchange = shard.pool.scores.detach(), shard.pool.member, shard.exchange
     if scores.shape[0] == 1:
@@ -137,7 +133,7 @@ def _by_moments(
 
 @exact
 def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the same in float64: the pair of a positive with itself has a slope in both of its terms, which cancel."""
+    """Return the same in float64."""
     pool, exchange, with_grad, num_classes = shard.pool, shard.exchange, shard.needs_gradient, scores.shape[0]
     rows, counts = Positives.of(pool), [int(count) for count in shard.positives]
     sent = [scores[rows.class_of, rows.row_of], rows.class_of.to(torch.int32)]
@@ -146,8 +142,7 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
     weight = mass[0] if mass else torch.ones_like(x)
     groups = _groups(class_of, num_classes)
 
-    # Two sums for each positive over this rank's negatives and positives, and for each class the number of its rows, or
-    # the weight of its negatives.
+    # Two sums for each positive over this rank's negatives and positives; of each class rows, or weight of negatives.
     sums = x.new_zeros(2 * x.numel() + num_classes)
     key_weight = pool.key_weight
     if key_weight is None:
@@ -192,10 +187,7 @@ def _by_positives(scores: Tensor, shard: Shard, temperature: float) -> tuple[Ten
 
 
 def _groups(class_of: Tensor, num_classes: int) -> list[tuple[Tensor, Tensor]]:
-    """Return groups of classes (c,), and the places (c, q) of their positives with a padding of -1.
-
-    Lists are padded to at most twice their length. Classes without positives are left out.
-    """
+    """Return groups of classes (c,) with positives, and the places (c, q) of these with a padding of -1."""
     order = class_of.argsort(stable=True)
     count = torch.bincount(class_of, minlength=num_classes)
     first = count.cumsum(0) - count

@@ -1,12 +1,9 @@
 """Losses at thresholds, of rows that stay on their ranks: recall at a quantile, and partial AUC by the trapezoid rule.
 
-A quantile of all rows is exact, see :mod:`fullrank.large.selection`. Each rank then sums over its own positives. A
-threshold with a gradient passes the slopes of all positives to the rows near it, in shares whose sum over all ranks is
-1. That takes three more sums for each threshold, which travel with the loss::
+A threshold with a gradient passes the slopes of all positives to the rows near it, in shares whose sum over all ranks
+is 1. That takes three more sums for each threshold, which travel with the loss::
 
 own rows ==counts, 3 or 6 all-reduces==> thresholds -> sums of own rows ==all-gather==> loss, gradient of own rows
-
-Where gathering the rows is cheaper, or rows have weights, whose quantiles are no counts, they are gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from ..kernels.below_levels import origins, write_relative_slopes, write_slopes
 from ..kernels.pairs import sigmoid_and_slope
 from ..kernels.quantiles import Levels
 from ..kernels.registration import exact
-from ..losses.pooled.pauc_surrogates import PartialArea, fractions_of, thresholds_of
+from ..losses.pooled.pauc_surrogates import PartialArea, fractions_of, reference_of, thresholds_of, trapezoid_rule
 from ..losses.pooled.pool import PerClass
 from .selection import Selected, num_counts, select_levels
 from .shard import Positives, Shard
@@ -36,12 +33,12 @@ def recall_of_shard(
     if not _pays(shard, 1, interpolation):
         return None
     positives = Positives.of(shard.pool)
-    selected = _select(shard, shard.pool.member, [quantile], interpolation, [_total(shard, positives)])
+    selected = _select(shard, positives, shard.pool.member, [quantile], interpolation)
     total, has_nan = selected.extra.view(2, -1)
     valid = total > 0
     levels = selected.levels.where(valid)
     taus = levels.base.new_full(levels.base.shape[:1], temperature)
-    rule = _Rule(levels, torch.ones_like(levels.base), taus, shard.pool.member, threshold_gradient)
+    rule = _Rule(levels, levels.base.new_ones(1), taus, shard.pool.member, threshold_gradient)
     return _loss_of(shard, positives, total, has_nan > 0, valid, rule)
 
 
@@ -50,17 +47,13 @@ def trapezoid_of_shard(shard: Shard, area: PartialArea, temperature: float) -> t
     fractions = fractions_of(area)
     if not _pays(shard, len(fractions), area.quantile_interpolation):
         return None, None
-    pool, positives = shard.pool, Positives.of(shard.pool)
-    iid = pool.everyone if pool.iid is None else pool.everyone & pool.iid
-    reference = iid if area.budget_basis == "population" else iid & ~pool.positive
-    extra = [_total(shard, positives), pool.negative.sum(dim=1).double()]
-    selected = _select(shard, reference, fractions, area.quantile_interpolation, extra)
-    total, negatives, has_nan = selected.extra.view(3, -1)
+    positives, reference = Positives.of(shard.pool), reference_of(shard.pool, area)
+    negatives = shard.pool.negative.sum(dim=1).double()
+    selected = _select(shard, positives, reference, fractions, area.quantile_interpolation, negatives)
+    total, has_nan, negatives = selected.extra.view(3, -1)
     thresholds = thresholds_of(selected.levels, area, temperature, selected.members > 0)
     valid = (total > 0) & (negatives > 0) & thresholds.resolved
-    weights = torch.full_like(thresholds.edges.base, 1.0 / (area.n_knots - 1))  # on an interval of 1
-    weights[:, 0] /= 2
-    weights[:, -1] /= 2
+    weights = thresholds.edges.base.new_tensor(trapezoid_rule(area.n_knots))
     taus = torch.where(valid, thresholds.tau, 1.0)
     rule = _Rule(thresholds.edges.where(valid), weights, taus, reference, area.threshold_gradient)
     per_class = _loss_of(shard, positives, total, has_nan > 0, valid, rule)
@@ -77,31 +70,34 @@ def _pays(shard: Shard, num_fractions: int, interpolation: str) -> bool:
     return COSTS["sums"] * counts <= COSTS["gather"] * rows
 
 
-def _total(shard: Shard, positives: Positives) -> Tensor:
-    """Return (C,) the sum of the weights of this rank's positives."""
-    num_classes = shard.pool.scores.shape[0]
-    return positives.mass.new_zeros(num_classes).index_add_(0, positives.class_of, positives.mass)
-
-
 def _select(
-    shard: Shard, reference: Tensor | None, fractions: list[float], interpolation: str, extra: list[Tensor]
+    shard: Shard,
+    positives: Positives,
+    reference: Tensor | None,
+    fractions: list[float],
+    interpolation: str,
+    *numbers: Tensor,
 ) -> Selected:
-    """Return the quantiles of the reference rows of all ranks, the sums of ``extra``, and how many ranks have a NaN."""
+    """Return the quantiles of the reference rows of all ranks, and sums over the ranks, of each class.
+
+    They are of the weights of the positives, of ranks with a NaN, and of ``numbers``.
+    """
     scores = shard.pool.scores.detach()
     has_nan = scores.amax(dim=1).isnan() if scores.shape[1] else scores.new_zeros(scores.shape[0])
-    numbers = torch.cat([*extra, has_nan.double()])
+    total = positives.mass.new_zeros(scores.shape[0]).index_add_(0, positives.class_of, positives.mass)
+    extra = torch.cat([total, has_nan.double(), *numbers])
 
     def add(counts: Tensor) -> Tensor:
         return shard.exchange.sum(counts, "the counts of the quantiles")
 
-    return select_levels(scores, reference, fractions, interpolation, add, numbers)
+    return select_levels(scores, reference, fractions, interpolation, add, extra)
 
 
 class _Rule(NamedTuple):
     """The loss is the mean over the positives x of the weighted sum over the levels of ``s((level - x) / tau)``."""
 
     levels: Levels  # (C, L)
-    weights: Tensor  # [C, L] of the levels
+    weights: Tensor  # [L] of the levels
     taus: Tensor  # [C]
     reference: Tensor | None  # [C, N] bool, the rows to which levels pass their gradient; None for all
     threshold_gradient: bool
@@ -135,7 +131,7 @@ def _at_levels(
         x, point = scores[class_of, row_of], levels.movable[class_of, level].to(scores.dtype)
         x = x if levels.offset is None else x - levels.base[class_of, level]
         sigmoid, slope = sigmoid_and_slope((point - x).div_(taus[class_of]))
-        weight = share * weights[class_of, level]
+        weight = share * weights[level]
         loss.index_add_(0, class_of, weight * sigmoid)
         push = weight * slope / taus[class_of]
         pushes[:, level].index_add_(0, class_of, push)

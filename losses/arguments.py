@@ -1,7 +1,4 @@
-"""``@completed`` completes docstrings and signatures, so that arguments that losses share are described once.
-
-docs/tools/docstrings.py does the same for the site, which is made without importing the package.
-"""
+"""``@completed`` completes docstrings and signatures, so that arguments that losses share are described once."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ T = TypeVar("T")
 
 
 def completed(*sources: Any) -> Callable[[T], T]:
-    """Return a decorator that completes a docstring from those of ``sources``, and of a class first from its bases.
-
-    It adds the descriptions of arguments and whole sections, and replaces ``**options`` by the arguments of a base.
-    """
+    """Return a decorator that completes a docstring from those of ``sources``, and of a class first from its bases."""
 
     def complete(item: T) -> T:
         bases: tuple[Any, ...] = ()
@@ -65,10 +59,7 @@ def complete_docstring(docstring: str, names: Iterable[str], sources: Iterable[s
 
 
 def _complete_signature(cls: type, bases: Iterable[type]) -> None:
-    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by the arguments of Options, from its bases.
-
-    A wrong argument raises TypeError with the name of the class, not of a base, and the most similar argument.
-    """
+    """Replace ``**options: Unpack[Options]`` in the signature of ``cls`` by those arguments of its bases."""
     init: Any = cls.__dict__.get("__init__")
     if init is None:
         return

@@ -91,7 +91,7 @@ class DistributedLoss(nn.Module):
         RuntimeError: when ranks disagree about the call or the state, or inside activation checkpointing.
     """
 
-    # The checks of the arguments by name, with the name and the value, and the arguments that cannot change later.
+    # The checks of the arguments by name, and the arguments that cannot change later.
     _checks: ClassVar[dict[str, Callable[[str, Any], object]]] = {
         "gather_distributed": lambda _, value: check_gather_distributed(value),
         "gradient_reduction": lambda _, value: check_gradient_reduction(value),
@@ -134,7 +134,7 @@ class DistributedLoss(nn.Module):
 
     @property
     def group(self) -> Group:
-        """The group this loss was given; assign another one to change it."""
+        """The group this loss was given; may be assigned."""
         return self._data_group.group
 
     @group.setter
@@ -163,8 +163,7 @@ class DistributedLoss(nn.Module):
 
     def _arguments(self) -> dict[str, object]:
         """Return the arguments that the ranks compare, by ``repr``."""
-        names = self._shown
-        return dict(zip(names, map(functools.partial(getattr, self), names)))
+        return {name: getattr(self, name) for name in self._shown}
 
     def _facts(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks; a subclass adds its own."""
@@ -234,8 +233,8 @@ class HoldsQueue(CurrentTemperature):
     Args:
         queue_size: number of rows of earlier steps to keep, a cross-batch memory; 0 for none. The live rows are
             compared with them too. Queued rows have no loss of their own, carry no gradient and are the same on every
-            rank. The live rows enter after the loss is computed, unless gradients are disabled. In eval mode no
-            queued row is used and none enters. Rows with a non-finite number never enter.
+            rank. Finite live rows enter after the loss is computed, unless gradients are disabled. In eval mode no
+            queued row is used and none enters.
         num_features: D, for a queue that ``torch.distributed.checkpoint`` loads before the first call; else None.
     """
 

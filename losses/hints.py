@@ -1,6 +1,6 @@
 """Warnings about a ranking loss that is probably misused, each at most once and with the fix.
 
-They cost nothing in a steady step. Whether the gradient of a step is right is the question of ``verify_step``.
+They cost nothing in a steady step, and never wait for an accelerator: values are copied, and read in a later call.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ _COPIES["reference"] = _COPIES["negatives"] = (
 
 
 class Hints:
-    """Looks at the training calls of the losses of one class and name, and warns once about each likely mistake.
-
-    Nothing waits for an accelerator: its values are copied in the background, and read in a later call.
-    """
+    """Looks at the training calls of the losses of one class and name, and warns once about each likely mistake."""
 
     def __init__(self, loss: str, name: str | None) -> None:
         self._key = loss, name
@@ -82,10 +79,7 @@ class Hints:
             )
 
     def should_observe(self, loss: Any, value: Tensor) -> bool:
-        """Count a call that returns ``value``, and return whether to pass it to the methods ``observe...``.
-
-        True in training calls 1, 2, 4, 8, ..., and after one without a valid class until the series ends.
-        """
+        """Count a call that returns ``value``, and return whether to pass it to the methods ``observe...``."""
         if not loss.validate_args:
             return False
         if not loss.training:
@@ -125,24 +119,22 @@ class Hints:
 
     def observe_valid(self, valid: Tensor, empty: Empty) -> None:
         """Look at which classes, queries or rows of one call are valid; a call with none counts as ``empty``."""
-        if "empty" not in self._warned:
-            self.read(valid.any()[None], lambda found: self._count_empty_calls(any(found), empty))
 
-    def _count_empty_calls(self, any_valid: bool, empty: Empty) -> None:
-        self._empty_calls = 0 if any_valid else self._empty_calls + 1
-        if self._empty_calls == _CALLS:
-            self.warn_once("empty", f"{empty.what} in {_CALLS} calls in a row, so the loss was 0. {empty.fix}")
+        def count(found: list[bool]) -> None:
+            self._empty_calls = 0 if any(found) else self._empty_calls + 1
+            if self._empty_calls == _CALLS:
+                self.warn_once("empty", f"{empty.what} in {_CALLS} calls in a row, so the loss was 0. {empty.fix}")
+
+        if "empty" not in self._warned:
+            self.read(valid.any()[None], count)
 
     def observe_ranks(self, counts: Sequence[int], tensors: Sequence[Tensor | None], what: str = "rows") -> None:
-        """Look whether all ranks passed the same: ``tensors`` have the ``counts`` rows of all, in rank order.
-
-        Rows that are all equal within a rank tell nothing, such as the scores of a network whose last layer is 0.
-        """
+        """Look whether all ranks passed the same: ``tensors`` have the ``counts`` rows of all, in rank order."""
         rows = [tensor.detach() for tensor in tensors if tensor is not None]
         count, num_ranks = counts[0], len(counts)
         if not self.looks_for_all or what in self._warned or min(count, num_ranks) < 2 or {*counts} != {count}:
             return
-        are_copies = (rows[0][:count] != rows[0][:1]).any()
+        are_copies = (rows[0][:count] != rows[0][:1]).any()  # equal rows of a rank may be of a network that starts at 0
         for tensor in rows:
             of_ranks = tensor.reshape(num_ranks, count, -1)
             are_copies = are_copies & (of_ranks == of_ranks[:1]).all()

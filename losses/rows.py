@@ -54,15 +54,11 @@ class Batch(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The row-aligned tensors, in the order of ``TENSORS``."""
         return self[:5]
 
     @property
     def counts(self) -> tuple[float | Tensor, ...]:
-        """What :meth:`of_all` adds over the ranks: the rows ignored, or 1 if unknown but not 0; positive; stored.
-
-        NaN where the host does not know. The number of positives counts only where no row is ignored.
-        """
+        """What :meth:`of_all` adds over the ranks: rows ignored, or 1 if some may be; positive; stored; or NaN."""
         if not self.targets.shape[0]:
             return 0.0, 0.0, 0.0
         if self.unread is not None:
@@ -102,10 +98,9 @@ def check_batch(
 ) -> Batch:
     """Return the rows that the caller passed as ``given``, checked, or raise TypeError or ValueError.
 
-    Weights cost one wait for the device, and targets another, unless ``validate_args`` is False or while compiling. The
-    latter also counts the positives and the rows for which ``stored(logits, targets)`` is True. With ``defers`` nothing
-    is read: ``check`` and ``unread`` of the batch hold both, to travel with a header. The weights are at least in
-    ``weight_dtype``: float64 if they travel, so that all ranks have the same dtype.
+    ``stored(logits, targets)`` says which rows may enter a queue. With ``defers`` no value is read: ``check`` and
+    ``unread`` of the batch travel with a header. The weights are at least in ``weight_dtype``: float64 if they travel,
+    so that all ranks have the same dtype.
     """
     logits, targets, iid_mask, sample_weight, indexes = tensors = given[:5]
     check_tensor("logits", logits)
@@ -237,9 +232,8 @@ def _check_targets(
 
 
 def _count_on_device(raw: Tensor, targets: Tensor, rule: TargetRule) -> Tensor:
-    """Count ``targets`` by kind, in float64. If the counts add up to N, every target is valid.
+    """Count the targets that are ignored, and valid or of a single class 1, in float64; all are valid if they add to N.
 
-    The first counts the ignored ones, the second the valid ones, or of a single class the ones.
     ``targets`` is the int64 form of ``raw``.
     """
     if rule.num_classes == 1 and rule.ignore_index not in (0, 1):
@@ -298,10 +292,7 @@ def check_exact(targets: Tensor, num_classes: int) -> None:
 
 
 def class_range_check(raw: Tensor, targets: Tensor, bad: Tensor, num_classes: int, ignore_index: int) -> DeviceCheck:
-    """Return the check that no class index is ``bad`` and every float is a whole number.
-
-    ``targets`` is the int64 form of ``raw``.
-    """
+    """Return the check that no class index is ``bad`` and every float is whole; ``targets`` is ``raw`` in int64."""
     bad = bad | (raw != targets) if raw.is_floating_point() else bad
 
     def error() -> Exception:
@@ -426,8 +417,7 @@ def is_integer(tensor: Tensor) -> bool:
 compute_dtype = functools.partial(torch.promote_types, torch.float32)
 
 
-# Of the largest weight: a smaller weight counts as this much. So sums of weights divided by each other, or by a
-# temperature, and the squares of sums in double, are normal numbers.
+# Of the largest weight: a smaller one counts as this much, so that quotients and squares of sums are normal numbers.
 _LEAST_WEIGHT = {torch.float32: 2.0**-100, torch.float64: 2.0**-500}
 
 
@@ -439,10 +429,7 @@ def query_weight(weight: Tensor | None, reduction: str) -> Tensor | None:
 
 
 def weight_unit(weight: Tensor, dim: int | None = None) -> Tensor:
-    """Return the power of two next below the largest weight, a scalar or that along ``dim``, kept.
-
-    Divided by it, no sum overflows, and weights that the dtype of the scores lacks, such as exp(-200), fit it.
-    """
+    """Return the power of two next below the largest weight, a scalar or that along ``dim``, kept."""
     if weight.numel() == 0:
         return weight.new_ones(())
     return power_of_two(weight.amax() if dim is None else weight.amax(dim, keepdim=True))
@@ -455,16 +442,13 @@ def scaled_weight(weight: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros.
-
-    Each row is first divided by its largest entry, a constant for the gradient, so that no square overflows.
-    """
+    """Return rows (N, D) of length 1 in the dtype of the computation; rows of zeros stay zeros."""
     rows = rows.to(compute_dtype(rows.dtype))
     if not (is_followed() or (rows.requires_grad and torch.is_grad_enabled())):
         unit = native.unit_rows(rows)
         if unit is not None:
             return unit
-    largest = rows.detach().abs().amax(dim=1, keepdim=True)
+    largest = rows.detach().abs().amax(dim=1, keepdim=True)  # divided by it, no square overflows
     scaled = rows / torch.where(largest > 0, largest, 1.0)
     length: Tensor = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     return scaled / length.clamp_min(1.0)

@@ -122,7 +122,7 @@ def missed_area(
         return _of_queries(pool, area, temperature, with_stats)
     if area.surrogate == "dro":
         return _soft_area(pool, area, with_stats, whole)
-    negative, reference = pool.negative, _reference(pool, area)
+    negative, reference = pool.negative, reference_of(pool, area)
     thresholds = _thresholds(pool, reference, area, temperature, whole)
     live = pool.positive if pool.live is None else pool.positive & pool.live
     numerator = live if area.pos_numerator == "live" else pool.positive
@@ -158,7 +158,7 @@ def _of_queries(pool: Pool, area: PartialArea, temperature: float, with_stats: b
     number, blocks = pool.queries()
     whole, stats = None, dict[str, Tensor]()
     if area.scale is not None:
-        whole = _thresholds(pool, _reference(pool, area), area, 1.0 if area.surrogate == "dro" else temperature)
+        whole = _thresholds(pool, reference_of(pool, area), area, 1.0 if area.surrogate == "dro" else temperature)
     zeros = pool.scores.new_zeros(number, dtype=torch.float64) + pool.scores[0, :0].sum()  # connected to all rows
     values, tilts = zeros, torch.ones_like(zeros.detach())
     valid, flat = pool.positive.new_zeros(number), pool.positive.new_zeros(1)
@@ -177,7 +177,7 @@ def _soft_area(pool: Pool, area: PartialArea, with_stats: bool, whole: Threshold
     """Return the same for ``"dro"``, which needs no threshold unless it is scaled by one or reports them."""
     live, scales = pool.live if area.pos_numerator == "live" else None, None
     if area.scale is not None or with_stats:
-        thresholds = _thresholds(pool, _reference(pool, area), area, 1.0, whole)
+        thresholds = _thresholds(pool, reference_of(pool, area), area, 1.0, whole)
         scales = None if area.scale is None else thresholds.tau.double()
     rest = scales, area.dro_lambda, with_stats
     (values, valid), tilts, variance = soft_maximum(pool, area.beta, pool.iid, live, *rest)
@@ -215,7 +215,7 @@ def soft_maximum(
     return PerClass(loss, valid), tilts, variance
 
 
-def _reference(pool: Pool, area: PartialArea) -> Tensor:
+def reference_of(pool: Pool, area: PartialArea) -> Tensor:
     """Return the rows whose scores set thresholds, (C, M) bool."""
     rows = pool.negative if area.budget_basis == "fpr" else pool.everyone
     return rows if pool.iid is None else rows & pool.iid
