@@ -79,7 +79,6 @@ class Batch(NamedTuple):
         return Batch(logits, targets, iid_mask, weight, indexes, *known, True, rule)
 
     def take(self, index: Tensor) -> Batch:
-        """Return the rows of ``index``."""
         iid_mask, weight, indexes = (None if tensor is None else tensor[index] for tensor in self.tensors[2:])
         return Batch(self.logits[index], self.targets[index], iid_mask, weight, indexes, self.complete, rule=self.rule)
 

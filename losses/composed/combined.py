@@ -62,7 +62,6 @@ class LossOfParts(SavedState):
 
 
 def check_module(name: str, loss: object) -> nn.Module:
-    """Return ``loss``, or raise TypeError when it is not an instance of a module."""
     if not isinstance(loss, nn.Module):
         fix = "Construct it first, such as SmoothAPLoss(num_classes=1); put a function into the forward of one."
         raise TypeError(expected(name, "an instance of torch.nn.Module", loss, fix))
@@ -256,7 +255,6 @@ class CombinedLoss(LossOfParts):
         return {"weights": weights}
 
     def extra_repr(self) -> str:
-        """Return the weights for ``repr``."""
         return f"weights={self._weights}"
 
     if TYPE_CHECKING:  # that of nn.Module returns Any

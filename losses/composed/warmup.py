@@ -259,7 +259,6 @@ class LossWarmupWrapper(LossOfParts):
         return read
 
     def extra_repr(self) -> str:
-        """Return the schedule for ``repr``."""
         unit = "epochs" if self.warmup_steps is None else "steps"
         _, warmup, blend = self._lengths
         decay = f"temperature {self.temp_start} -> {self.temp_end} in {self.temp_decay_steps} steps"

@@ -200,11 +200,10 @@ class RankingLoss(HoldsQueue):
         raise NotImplementedError
 
     def fits_in_a_graph(self) -> bool:
-        """Return whether a call communicates with no other rank and keeps no state, so that it can be compiled."""
         return super().fits_in_a_graph() and not (self.queue_size or self.max_pool_size or self.pool_counts)
 
     def _step(self, given: Batch, formula: Callable[[Pool], PerClass]) -> tuple[Tensor, PerClass]:
-        """Return the loss and what ``formula`` has returned for the pool; see the docstring of this file."""
+        """Return the loss and what ``formula`` has returned for the pool."""
         live, counts = self._check_and_gather(given)
         pool = self._make_pool(live)
         per_class = formula(pool)
@@ -230,7 +229,6 @@ class RankingLoss(HoldsQueue):
         return Batch.of_all(agreed.tensors, agreed.totals, agreed.value), agreed.rows
 
     def _check(self, given: Batch, group: ProcessGroup | None) -> Batch:
-        """Return the rows of this rank, checked."""
         if group is not None:
             check_not_gathered(group, logits=given.logits, targets=given.targets)
         if self.has_temperature:
@@ -335,11 +333,10 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
     """Return the live rows followed by the queued rows, in the dtype of the computation."""
     device, dtype = live.logits.device, compute_dtype(live.logits.dtype)
     num_live, num_queued = live.logits.shape[0], queued.logits.shape[0]
-    # Rows may have entered the queue with a mask or with weights, or without, and so may the live rows. Rows without
-    # a mask all count as iid, and rows without weights have weight 1.
-    iid = live.iid_mask
+    # Live and queued rows without a mask all count as iid, and those without weights have weight 1.
+    iid = None
     if uses_iid:
-        iid = torch.ones(num_live, dtype=torch.bool, device=device) if iid is None else iid
+        iid = torch.ones(num_live, dtype=torch.bool, device=device) if live.iid_mask is None else live.iid_mask
         iid = torch.cat([iid, queued.iid_mask.to(device)])
     weight, queued_weight = live.sample_weight, queued.sample_weight
     if weight is not None or queued_weight is not None:
@@ -349,7 +346,7 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
     return Batch(
         torch.cat([live.logits.to(dtype), queued.logits.to(device, dtype)]),
         torch.cat([live.targets, queued.targets.to(live.targets)]),
-        iid if uses_iid else None,
+        iid,
         weight,
         complete=live.complete and not live.rule.multi_hot,  # a row whose target is ignored never enters the queue
         rule=live.rule,
@@ -359,22 +356,21 @@ def with_queue(live: Batch, queued: QueueRows, uses_iid: bool = True) -> Batch:
 def draw_rows(batch: Batch, size: int, draw: int) -> Tensor:
     """Return the indices, ascending, of at most ``size`` rows of ``batch``, (size,) int64; ``draw`` is the seed.
 
-    The classes present share half of the budget equally; rows without a class count as one class.
+    Half of the budget is shared equally by the classes present, of which rows without a class count as one.
     """
     rule, generator = batch.rule, torch.Generator().manual_seed((_SEED << 32) + draw)
     count = batch.targets.shape[0]
     shuffled = torch.randperm(count, generator=generator, device="cpu")
     shuffled = shuffled.to(batch.targets.device, non_blocking=True)
     targets = batch.targets[shuffled]
-    if rule.multi_hot:
-        taking_part = (targets != rule.ignore_index).any(dim=1)  # [M]
-        positive = rule.marked(targets)
-        without = taking_part & ~positive.any(dim=1)
-        membership = torch.cat([positive, without[:, None]], dim=1)  # [M, C + 1]
+    codes = targets if rule.multi_hot else targets[:, None]
+    taking_part = (codes != rule.ignore_index).any(dim=1)  # [M]
+    if not rule.multi_hot and rule.num_classes > 1:
+        positive = (codes == torch.arange(rule.num_classes, device=targets.device)) & taking_part[:, None]
     else:
-        taking_part = targets != rule.ignore_index  # [M]
-        classes = torch.arange(max(2, rule.num_classes), device=targets.device)
-        membership = (targets[:, None] == classes) & taking_part[:, None]  # [M, C], or [M, 2] in binary mode
+        positive = rule.marked(codes)  # [M, C]
+    without = taking_part & ~positive.any(dim=1)
+    membership = torch.cat([positive, without[:, None]], dim=1)  # [M, C + 1]
     num_present = membership.any(dim=0).sum().clamp_min(1)
     quota = (size // (2 * num_present)).clamp_min(1)
     # 1 for the first row of a class in shuffled order. int32 because this is the largest tensor here.

@@ -309,7 +309,6 @@ class PAUCAtBudgetLoss(RankingLoss):
         __call__ = forward  # type: ignore[assignment]
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the loss of each class."""
         return self._missed_area(pool, with_stats=False).per_class
 
     def _missed_area(self, pool: Pool, with_stats: bool) -> MissedArea:
@@ -321,19 +320,18 @@ class PAUCAtBudgetLoss(RankingLoss):
         return missed
 
     def _observe_flat(self, flat: Tensor | None) -> None:
-        if flat is not None and self.validate_args and has_values(flat):
-            self._hints.read(flat, self._warn_of_flat)
+        def warn_of(flat: list[bool]) -> None:
+            if True in flat:
+                other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
+                self._hints.warn_once(
+                    "flat",
+                    f"class {flat.index(True)} is left out. Its reference scores hardly differ: the scale "
+                    f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen "
+                    f"the band, or try {other}.",
+                )
 
-    def _warn_of_flat(self, flat: list[bool]) -> None:
-        if True not in flat:
-            return
-        other = "tau_scale=None" if self.surrogate == "dro" else "the other tau_scale"
-        self._hints.warn_once(
-            "flat",
-            f"class {flat.index(True)} is left out. Its reference scores hardly differ: the scale "
-            f"by tau_scale={self.tau_scale or 'iqr'!r} is at most {SMALLEST_SCALE}. Enlarge queue_size, widen the "
-            f"band, or try {other}.",
-        )
+        if flat is not None and self.validate_args and has_values(flat):
+            self._hints.read(flat, warn_of)
 
     def _check_change(self, name: str, value: Any) -> None:
         super()._check_change(name, value)

@@ -310,7 +310,6 @@ class LossWithClasses(NamedTuple):
 
     @staticmethod
     def of(loss: Tensor, per_class: PerClass) -> LossWithClasses:
-        """Return ``loss`` with the loss of each class that it was reduced from."""
         values, valid = per_class
         return LossWithClasses(loss, values.masked_fill(~valid, math.nan).to(loss.dtype), valid)
 

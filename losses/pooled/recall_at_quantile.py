@@ -121,10 +121,8 @@ def _checked_form(
     check_share("quantile", quantile)
     check_choice("quantile_interpolation", interpolation, INTERPOLATIONS)
     check_choice("surrogate", surrogate, _SURROGATES)
-    used: dict[str, object] = {"temperature": temperature, "quantile_interpolation": interpolation}
-    used["threshold_gradient"] = threshold_gradient
     form = _form(surrogate, temperature, interpolation, threshold_gradient)
-    check_used(form, used, _USED_BY)
+    check_used(form, dict(zip(_USED_BY, (temperature, interpolation, threshold_gradient))), _USED_BY)
     return form
 
 
@@ -195,7 +193,6 @@ class RecallAtQuantileLoss(RankingLoss):
         return _form(self.surrogate, self.temperature, self.quantile_interpolation, self.threshold_gradient)
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return the loss of each class."""
         if self.form == "dro":
             return soft_maximum(pool, self.quantile)[0]
         scaled, temperature = at_temperature(pool, self.temperature, self.spread_multiple)

@@ -118,7 +118,6 @@ class SmoothAPLoss(RankingLoss):
     spread_multiple = SPREAD_MULTIPLE
 
     def compute_per_class(self, pool: Pool) -> PerClass:
-        """Return one minus the smooth average precision of each class, or of each query."""
         per_class, temperature = _of_pool(pool, self.temperature, self.spread_multiple)
         self._note_temperature(pool, temperature)
         return per_class
