@@ -201,11 +201,11 @@ def check_shardable(loss: Any) -> Any:
     if any(getattr(type(loss), name) is not getattr(kind, name) for name in ("forward", "compute_per_class")):
         fix = "Its sums are those of that formula. Without ShardedLoss it gathers the rows."
         raise TypeError(expected("loss", f"the formula of {kind.__name__}", Words(f"a {type(loss).__name__}"), fix))
-    settings = {"queue_size": (loss.queue_size, 0), "max_pool_size": (loss.max_pool_size, None)}
-    if kind is not SmoothAPLoss:
-        found = loss.form if kind is RecallAtQuantileLoss else loss.surrogate
-        settings["surrogate"] = found, SURROGATES[kind]
-    for name, (found, value) in settings.items():
+    settings: list[tuple[str, object]] = [("queue_size", 0), ("max_pool_size", None)]
+    if kind in SURROGATES:
+        settings.append(("surrogate", SURROGATES[kind]))
+    for name, value in settings:
+        found = loss.form if (name, kind) == ("surrogate", RecallAtQuantileLoss) else getattr(loss, name)
         if found != value:
             fix = "Construct the loss with it. Without ShardedLoss it gathers the rows."
             raise ValueError(expected(name, f"{value!r} in a ShardedLoss", found, fix))

@@ -215,14 +215,15 @@ class NDCGLoss(CurrentTemperature):
         """Return the loss of few rows of each query on the host from one call of C; None if it does not apply."""
         if self.reduction == "none" or not native.is_usable(scores) or is_followed():
             return None
-        is_mean, with_grad, order = self.reduction == "mean", torch.is_grad_enabled() and scores.requires_grad, None
+        of_rows, gains, is_mean = scores.detach(), self._gains(grades), self.reduction == "mean"
+        with_grad, order = torch.is_grad_enabled() and scores.requires_grad, None
         most = costs_of(scores.device).most_native_pairs(1, len(scores))
-        columns = scores.detach(), self._gains(grades), member, weight, indexes
         numbers = float(temperature), self.top, is_mean, with_grad, most
-        found = native.ndcg(*columns, *numbers)
+        found = native.ndcg(of_rows, gains, member, weight, indexes, *numbers)
         if found is None and indexes is not None and bool((indexes[1:] < indexes[:-1]).any()):
             order = indexes.argsort(stable=True)
-            found = native.ndcg(*(None if column is None else column[order] for column in columns), *numbers)
+            member, weight = (None if row is None else row[order] for row in (member, weight))
+            found = native.ndcg(of_rows[order], gains[order], member, weight, indexes[order], *numbers)
         if found is None:
             return None
         loss, gradient = found[0].to(scores.dtype), found[1]
