@@ -121,8 +121,8 @@ class CombinedLoss(LossOfParts):
         >>> losses = {"ce": BCEWithLogitsLoss(), "ap": SmoothAPLoss(num_classes=1)}
         >>> loss = CombinedLoss(losses, weights={"ce": 1.0, "ap": 0.5})
         >>> value = loss(torch.tensor([2.0, -1.0, 0.0]), torch.tensor([1, 0, 1]))
-        >>> sorted(loss.parts), bool(value == loss.parts["ce"] + 0.5 * loss.parts["ap"])
-        (['ap', 'ce'], True)
+        >>> bool(value == loss.parts["ce"] + 0.5 * loss.parts["ap"])
+        True
     """
 
     _saved_names = _optional_names = ("saved_weights",)

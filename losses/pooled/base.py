@@ -98,8 +98,7 @@ class RankingLoss(HoldsQueue):
     }
     _fixed = (*HoldsQueue._fixed, "num_classes", "ignore_index", "queue_keep", "multi_hot")
     own_arguments: ClassVar[tuple[str, ...]] = ()  # the names of the subclass's own arguments, for ``repr``
-    # temperature=None is this many times the spread of the scores; None in a subclass that requires a number.
-    spread_multiple: ClassVar[float | None] = None
+    spread_multiple: ClassVar[float | None] = None  # temperature=None is this many times the spread of the scores
     ranks_queries: ClassVar[bool] = False  # True for a loss that takes ``indexes``
     uses_iid: ClassVar[bool] = False  # True for a loss in which ``iid_mask`` has an effect
 
@@ -183,10 +182,9 @@ class RankingLoss(HoldsQueue):
             logits: (N, C) raw scores of this rank, or (N,) when C = 1; N may differ between ranks and may be 0.
             return_per_class: return ``LossWithClasses(loss, per_class, valid)``: also the loss of each class, and
                 which classes are valid.
-            indexes: (N,) integers, the query of each row; a query may have rows on several ranks. For
-                :class:`SmoothAPLoss` and :class:`PAUCAtBudgetLoss`, with ``num_classes=1`` and no ``max_pool_size``, on
-                every rank or on none. ``reduction`` and ``return_per_class`` then refer to the queries of all ranks, by
-                sorted indexes. No queue is used.
+            indexes: (N,) integers, the query of each row, which may have rows on several ranks; on every rank or none.
+                For :class:`SmoothAPLoss` and :class:`PAUCAtBudgetLoss` with ``num_classes=1`` and no ``max_pool_size``.
+                ``reduction`` and ``return_per_class`` then refer to queries, by sorted indexes. No queue is used.
         """
         given = Batch(logits, targets, iid_mask, sample_weight, indexes)
         loss, per_class = self._step(given, self.compute_per_class)
@@ -286,12 +284,9 @@ class RankingLoss(HoldsQueue):
         live: Batch,
         counts: Sequence[int] | None,
         per_class: PerClass,
-        positives: Callable[[], Tensor | float],
+        positives: Callable[[], Tensor | float],  # in the pool, averaged over the classes
     ) -> Tensor:
-        """Return the loss over the valid classes. Enqueue the live rows, count for loggers, and look for hints.
-
-        ``positives()`` is the number of positives in the pool, averaged over the classes.
-        """
+        """Return the loss over the valid classes. Enqueue the live rows, count for loggers, and look for hints."""
         dtype, has_queries = compute_dtype(live.logits.dtype), live.indexes is not None
         loss = reduce_values(per_class, self.reduction, dtype, of_pool=not has_queries, over_ranks=live.over_ranks)
         if self.queue_size and self._enqueues and not has_queries and not live.logits.is_meta:

@@ -34,9 +34,8 @@ class PartialArea(NamedTuple):
         quantile_interpolation: how a threshold between two scores is read: ``"linear"``, ``"lower"``, ``"higher"``,
             ``"nearest"`` or ``"midpoint"``.
         threshold_gradient: let the threshold, or the knots of ``"trapezoid"``, carry a gradient to the rows of which
-            they are quantiles. With False the loss has the same value, but its gradient raises positives and lowers no
-            negative. If it is the only loss, all scores can rise together: combine it with a pointwise loss, such as
-            ``LossWarmupWrapper(..., final_main_weight=0.5)``.
+            they are quantiles. With False the gradient raises positives and lowers no negative: combine the loss with a
+            pointwise one, or all scores can rise together.
     """
 
     alpha: float = 0.0
@@ -298,8 +297,7 @@ def trapezoid_rule(num_knots: int) -> list[float]:
 
 
 def fractions_of(area: PartialArea) -> list[float]:
-    """Return the fractions of the quantiles that :func:`thresholds_of` takes."""
-    # Equally spaced rates. The first and the last are the band edges to the last bit.
+    """Return the fractions of the quantiles that :func:`thresholds_of` takes; the ends are the exact edges."""
     steps = area.n_knots - 1 if area.surrogate == "trapezoid" else 1
     inner = [area.alpha + (area.beta - area.alpha) * k / steps for k in range(1, steps)]
     fractions = [area.alpha, *inner, area.beta]

@@ -255,8 +255,7 @@ def propagate_nan(values: Tensor, pool: Pool) -> Tensor:
     """Return ``values`` (C,), with NaN for the classes that have a NaN among their scores."""
     if pool.scores.shape[1] == 0:
         return values
-    # The maximum is NaN if any score is. This takes one pass and stores no mask.
-    one_or_nan = pool.scores.detach().amax(dim=1).clamp(1.0, 1.0)  # [C]
+    one_or_nan = pool.scores.detach().amax(dim=1).clamp(1.0, 1.0)  # [C], one pass and no mask
     return values * one_or_nan.to(values)
 
 
@@ -339,7 +338,6 @@ class PoolCounts:
         self.sums = torch.zeros(2, dtype=torch.float64)
 
     def add(self, positives: Tensor | float, per_class: PerClass) -> None:
-        """Add a call whose pool has ``positives`` in a class, averaged over the classes."""
         valid = per_class.valid.detach()
         missing = (~valid).sum(dtype=torch.float64) / max(1, valid.numel())
         self.calls += 1
