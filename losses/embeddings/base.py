@@ -7,19 +7,19 @@ their gradient that the other ranks have computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange
+from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.group import gradient_scale
-from ...distributed.header import each_or_raise, has_tangent
+from ...distributed.header import Agreement, DeviceCheck, Offer, each_or_raise, has_tangent
 from ...distributed.torch_private import func_transforms_are_active, note_kind
 from ...errors import RankRuntimeError, Words, check_flag, check_temperature, expected
 from ...kernels import native
@@ -34,6 +34,7 @@ T = TypeVar("T")
 # What belongs to each of a number of rows: "rows" (N, D), and where there are such columns "labels" (N,), the "guide"
 # (N, G) of another model, the "weight" (N,), and more by name.
 Columns = dict[str, Tensor]
+_NAMES = {"guide": "mask", "weight": "sample_weight"}  # the arguments of columns that have another name
 NO_PAIR = Empty(
     "no row had another one of its label",
     "Draw batches with several rows of each label (fullrank.data.MPerClassSampler), use larger batches, or set "
@@ -103,6 +104,29 @@ class ContrastiveLoss(HoldsQueue):
         rows = queued.logits.to(like["rows"])
         columns = {"rows": rows, "labels": queued.targets.to(rows.device)}
         return [columns if queued.sample_weight is None else columns | {"offsets": queued.sample_weight.log()}]
+
+    def _offered(
+        self,
+        value: T,
+        sides: Sequence[Side],
+        facts: dict[str, object],
+        totals: Sequence[Tensor | float],
+        check: DeviceCheck | None,
+    ) -> Offer[T]:
+        """Return what this rank contributes: behind the header the columns of the first sides, of as many rows each.
+
+        Those of a side ``apart`` follow by themselves, so the ranks compare their description, and the first of the
+        ``totals`` is how many rows it has.
+        """
+        facts, tensors = {**self._facts(), **facts}, dict[str, Tensor]()
+        for side in sides:
+            for column, tensor in side.live.items():
+                name = side.name if column == "rows" else f"{_NAMES.get(column, column)} of {side.name}"
+                if side.is_apart:
+                    facts[name] = describe_rows(tensor)
+                else:
+                    tensors[name] = tensor
+        return Offer(value, facts, 0, totals, self._checksum, check, (*tensors.values(),), (*tensors,))
 
     def _sum_over_ranks(
         self,
@@ -194,9 +218,11 @@ def joined(parts: Sequence[Columns]) -> Columns:
 class Side:
     """One set of rows of a loss, such as its queries. A step sets first what is given, then what follows."""
 
-    own: Columns  # of this rank, as the caller passed them
+    name: str  # as the caller passed it
+    own: Columns  # of this rank
     needs_grad: bool
-    live: Columns  # of all ranks, or ``own`` where nothing is gathered; without rows if these stay on their rank
+    live: Columns  # of this rank, those that travel; then of all ranks. Without rows if these stay on their rank
+    is_apart: bool = False  # whether it has a number of rows of its own
     counts: tuple[int, ...] = ()  # the rows of each rank, if they are gathered
     first: int = 0  # where those of this rank begin
     anchors: Columns = field(init=False)  # ``own`` as they are compared
@@ -204,30 +230,35 @@ class Side:
     grad_anchors: Tensor | None = None  # [N, D] None if it is not needed
     grad_candidates: Tensor | None = None  # [M, D] and [N, D] once it has been summed over the ranks
 
-    def gather(self, exchange: Exchange, counts: tuple[int, ...], **arrived: Tensor | None) -> None:
-        """Set the columns of all ranks: those that have ``arrived``, None for none, or else those of a collective."""
-        rows: Mapping[str, Tensor | None]
-        rows = arrived or dict(zip(self.own, exchange.rows([*self.own.values()], counts)))
-        self.live = {name: column for name, column in rows.items() if column is not None}
-        self.counts, self.first = counts, sum(counts[: exchange.group.rank()])
+
+def gather(sides: Sequence[Side], agreed: Agreement[Any], exchange: Exchange) -> None:
+    """Set the columns of all ranks; rows travel in the dtype of the caller, which may be half precision."""
+    rank, arrived = exchange.group.rank(), agreed.arrived
+    columns = iter(exchange.rows(agreed.tensors, agreed.rows) if arrived is None else arrived)
+    for side in sides:
+        side.counts = agreed.rows
+        if side.is_apart:
+            side.counts = (*[int(number) for number, *_ in agreed.totals],)
+            columns = iter(exchange.rows([*side.live.values()], side.counts))
+        side.live, side.first = dict(zip(side.live, columns)), sum(side.counts[:rank])
 
 
 def compare(sides: Sequence[Side], normalize: bool) -> None:
     """Set the columns of ``sides`` as they are compared, in the dtype of the computation."""
-    compared = [{**(side.live if "rows" in side.live else side.own)} for side in sides]
-    for name in ("rows", "guide") if "guide" in compared[0] else ("rows",):
-        parts = [columns[name] for columns in compared]
+    for side in sides:
+        side.candidates = side.anchors = {**(side.live if "rows" in side.live else side.own)}
+    for name in ("rows", "guide") if "guide" in sides[0].own else ("rows",):
+        parts = [side.candidates[name] for side in sides]
         rows, dtype = parts[0], compute_dtype(parts[0].dtype)
         if len(parts) > 1:  # one call for all sides; where autocast casts to bfloat16 it joins no float16
             rows = torch.cat(parts if rows.dtype == dtype else [part.to(dtype) for part in parts])
         rows = unit_rows(rows) if normalize or name == "guide" else rows.to(dtype)
-        for columns, part in zip(compared, rows.split([*map(len, parts)]) if len(parts) > 1 else [rows]):
-            columns[name] = part
-    for side, columns in zip(sides, compared):
-        side.candidates = side.anchors = columns
-        if len(columns["rows"]) != len(side.own["rows"]):
+        for side, part in zip(sides, rows.split([*map(len, parts)]) if len(parts) > 1 else [rows]):
+            side.candidates[name] = part
+    for side in sides:
+        if len(side.candidates["rows"]) != len(side.own["rows"]):
             place = slice(side.first, side.first + len(side.own["rows"]))
-            side.anchors = {name: column[place] for name, column in columns.items()}
+            side.anchors = {name: column[place] for name, column in side.candidates.items()}
 
 
 def gradient_of_given(side: Side, factor: int, normalize: bool) -> Tensor | None:

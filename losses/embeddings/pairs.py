@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, describe_rows
-from ...distributed.gather import check_not_gathered, gather_after
+from ...distributed.gather import check_not_gathered
 from ...distributed.header import Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import Words, check_amount, check_choice, check_positive, check_tensor, expected
@@ -32,6 +32,7 @@ from .base import (
     anchors_at_once,
     check_like,
     compare,
+    gather,
     joined,
     lowest,
     needs_gradient,
@@ -40,7 +41,6 @@ from .base import (
 from .retrieval import checked_labels
 
 _NO_LABEL = -100
-_TENSORS = "keys", "queries", "labels", "mask of keys", "mask of queries"  # as they travel
 _ALONE = torch.iinfo(torch.int64).min  # the label of a candidate without one, which no anchor has
 
 
@@ -105,6 +105,7 @@ class PairLoss(ContrastiveLoss):
     }
     logit_scale: nn.Parameter | None
     logit_bias: nn.Parameter | None
+    bias: float | None = None  # what is added to the scaled similarities, if it is no parameter
     symmetric = False
     directions: tuple[str, ...] = ("query_to_doc",)
     hardness_mode: str | None = None
@@ -214,46 +215,33 @@ class PairLoss(ContrastiveLoss):
 
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             sides = self._checked_sides(given, group)
-            of_queries, of_keys, *further = sides
-            weight = check = None
-            if given.sample_weight is not None:
-                weight, check = weight_of_rows(given.sample_weight, queries, "queries", self.validate_args)
-            totals: list[Tensor | float] = [0.0, 0.0, float(len(further[0].own["rows"])) if further else 0.0]
+            weight, check = weight_of_rows(given.sample_weight, queries, "queries", self.validate_args)
+            totals: list[Tensor | float] = [float(len(sides[-1].own["rows"])), 0.0, 0.0]
             if weight is not None and not weight.is_meta:
                 unit = weight_unit(weight)  # so that no sum of weights overflows
-                totals[:2] = (weight / unit).sum(), unit
+                totals[1:] = (weight / unit).sum(), unit
             if group is None:
                 return Offer((sides, weight), {}, len(queries), totals, check=check)
-            own, more = of_keys.own, _more_columns(of_keys.own)
-            facts = {**self._facts(), "queries": describe_rows(queries), "columns": [*more]}
+            facts: dict[str, object] = {"columns": [*(given.columns or ())]}
             if weight is not None:
                 facts["sample_weight"] = True
             for item in learned:
                 facts[f"{item.name} is sharded"] = item.is_sharded
                 totals.append(0.0 if item.is_sharded else item.parameter.detach())
-            for side in further:
-                facts |= {f"{name} of negatives": describe_rows(column) for name, column in side.own.items()}
-            are_candidates = self.symmetric or not {"query_to_query", "doc_to_query"}.isdisjoint(self.directions)
-            back = of_queries.own if are_candidates else {}
-            tensors = own["rows"], back.get("rows"), own.get("labels"), own.get("guide"), back.get("guide")
-            names = *_TENSORS, *[f"{name} of keys" for name in more]
-            return Offer((sides, weight), facts, 0, totals, self._checksum, check, (*tensors, *more.values()), names)
+            if not self.symmetric and {"query_to_query", "doc_to_query"}.isdisjoint(self.directions):
+                sides[0].live = {}  # the queries are no candidates
+                facts["queries"] = describe_rows(queries)
+            return self._offered((sides, weight), sides, facts, totals, check)
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        masses, units, numbers, *of_learned = zip(*agreed.totals)  # of each rank
+        _, masses, units, *of_learned = zip(*agreed.totals)  # of each rank
         for place, item in enumerate(learned):
             learned[place] = item.agreed([*of_learned[place]], call, exchange)
         sides, weight = agreed.value
         of_queries, of_keys, *further = sides
-        if exchange is not None:  # rows travel in the dtype of the caller, which may be half precision
-            with torch.no_grad():
-                rows, back, labels, guide, guide_back, *others = gather_after(call, exchange.group, agreed)
-                more = dict(zip(_more_columns(of_keys.own), others))
-                of_keys.gather(exchange, agreed.rows, rows=rows, labels=labels, guide=guide, **more)
-                of_queries.gather(exchange, agreed.rows, rows=back, labels=labels, guide=guide_back)
-                for side in further:
-                    side.gather(exchange, (*map(int, numbers),))
+        if exchange is not None:
+            gather(sides, agreed, exchange)
 
         def compute() -> tuple[None, Tensor]:
             compare(sides, self.normalize)
@@ -266,17 +254,19 @@ class PairLoss(ContrastiveLoss):
             return None, self._local_sums(sides, share, learned)
 
         loss, _ = self._sum_over_ranks(compute, sides, exchange, learned)
-        if self._pairs_views and given.queries is given.keys and has_values(loss):
+        if not has_values(loss):
+            return loss
+        if self._pairs_views and given.queries is given.keys:
             fix = "Pass another view as keys, or rows and labels to SupConLoss."
             self._hints.warn_once("keys", f"the queries are the keys: each row is its own positive. {fix}")
-        if self._enqueues and has_values(loss):
+        if self._enqueues:
             columns = of_keys.candidates
             offsets, labels = columns.get("offsets"), columns.get("labels")
             if labels is None:
                 labels = columns["rows"].new_full((len(columns["rows"]),), _ALONE, dtype=torch.int64)
             weights = None if offsets is None else offsets.double().exp()  # float64, so that few underflow
             self.queue.enqueue(columns["rows"], labels, sample_weight=weights)
-        if has_values(loss) and self._hints.should_observe(self, loss) and group is not None:
+        if self._hints.should_observe(self, loss) and group is not None:
             self._hints.observe_ranks(agreed.rows, [of_keys.live["rows"], of_queries.live.get("rows")])
             self._hints.observe_labels(agreed.rows, of_keys.live.get("labels"))
             if given.mask is not None:
@@ -302,7 +292,7 @@ class PairLoss(ContrastiveLoss):
         if queries.shape != keys.shape:
             fix = "Row i of the keys is the positive of row i of the queries."
             raise ValueError(expected("keys", f"shape {tuple(queries.shape)}, as queries", keys, fix))
-        if negatives is not None and self._asks_whose and len(negatives) != len(queries):
+        if negatives is not None and len(negatives) != len(queries) and self._asks_whose:
             what = f"{len(queries)} rows of shape (N, K, D) or (N, D), those of each query"
             fix = "The hardness_mode or the direction doc_to_doc tell the negatives of a query from those of others."
             raise ValueError(expected("negatives", what, negatives, fix))
@@ -321,11 +311,12 @@ class PairLoss(ContrastiveLoss):
             _check_parts(column, values, "constants", [*checked][1:])
         sides: list[Side] = []
         for place, (name, rows) in enumerate(checked.items()):
-            own, of_rows = {"rows": rows}, negative_labels if name == "negatives" else labels
-            if of_rows is not None:
-                own["labels"] = of_rows
+            own = {"rows": rows}
             if name != "queries":
                 check_like(name, rows, queries, "queries")
+                of_rows = labels if name == "keys" else negative_labels
+                if of_rows is not None:  # those of the keys are those of the queries
+                    own["labels"] = of_rows
                 for column, values in columns.items():
                     own[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
                     like = own[column] if name == "keys" else sides[1].own[column]
@@ -335,7 +326,8 @@ class PairLoss(ContrastiveLoss):
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
                 own["guide"] = _of_rows(f"mask of {name}", guide, rows, name)
                 check_like(f"mask of {name}", guide, sides[0].own["guide"] if sides else guide, "the mask of queries")
-            sides.append(Side(own, torch.is_grad_enabled() and rows.requires_grad, own))
+            needs_grad = torch.is_grad_enabled() and rows.requires_grad
+            sides.append(Side(name, own, needs_grad, own, is_apart=name == "negatives"))
         for parameter in (self.logit_scale, self.logit_bias):
             if parameter is not None and not parameter.is_meta:
                 check_values("queries", queries)
@@ -392,10 +384,6 @@ class PairLoss(ContrastiveLoss):
         """Whether the negatives of a query differ from those of others."""
         return self.hardness_mode in ("in_batch_negatives", "hard_negatives") or "doc_to_doc" in self.directions
 
-    def _bias(self, scale: Tensor, learned: Sequence[Learned]) -> Tensor | None:
-        """Return what is added to the scaled similarities, in the dtype of the scale; None for nothing."""
-        return None
-
     def _local_sums(self, sides: Sequence[Side], share: Tensor, learned: Sequence[Learned]) -> Tensor:
         """Return this rank's loss and gradients of ``learned`` (1 + L,), of pairs that weigh ``share`` (N,) float64."""
         queries, *docs = sides
@@ -407,6 +395,7 @@ class PairLoss(ContrastiveLoss):
                     labels = rows.new_full((len(side.candidates["rows"]),), _ALONE, dtype=torch.int64)
                 side.candidates = {**side.candidates, "labels": labels.masked_fill(labels == _NO_LABEL, _ALONE)}
             queries.candidates = {**queries.candidates, "labels": keys.candidates["labels"]}
+            queries.anchors = {**queries.anchors, "labels": keys.anchors["labels"]}
         columns, parts, wide, options = list[Columns](), list[tuple[Side, slice]](), queries, dict[str, Any]()
         for side in docs:
             columns.append(side.candidates)
@@ -436,7 +425,9 @@ class PairLoss(ContrastiveLoss):
         if "pairs" in options:
             numbers = options["pairs"].to(scale.device)
             options["pairs"] = F.pad(numbers, (0, len(candidates["rows"]) - len(numbers)), value=-1)  # of the queue
-        bias = self._bias(scale, learned[1:])
+        bias = None if self.bias is None else scale.new_tensor(self.bias)
+        if learned[1:]:
+            bias = learned[1].like(rows)
         weight = share / 2 if self.symmetric else share
         needs_grad = any(map(needs_gradient, (*sides, *learned)))
         there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
@@ -542,11 +533,6 @@ class PairLoss(ContrastiveLoss):
     def _of_earlier_version(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # -1 is a temperature that was learned where the state was saved.
         return {name: value for name, value in super()._of_earlier_version(state).items() if value > 0}
-
-
-def _more_columns(columns: Columns) -> Columns:
-    """Return the offsets and the columns of a :class:`RowLoss`."""
-    return {name: column for name, column in columns.items() if name not in ("rows", "labels", "guide")}
 
 
 def _flattened(rows: Tensor) -> Tensor:

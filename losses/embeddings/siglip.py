@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from typing_extensions import Unpack
 
 from ...errors import check_flag, check_number, expected
 from ..arguments import completed
-from .base import Learned, softplus
+from .base import softplus
 from .pairs import PairLoss, PairOptions
 
 
@@ -78,9 +77,6 @@ class SigLIPLoss(PairLoss):
         of_guide = "margin", "margin_strategy"
         shared = "learn", "max_logit_scale", *of_guide, "normalize", "queue_size", "gradient_reduction"
         return shared if self.learn else ("bias", *shared)
-
-    def _bias(self, scale: Tensor, learned: Sequence[Learned]) -> Tensor:
-        return learned[0].like(scale) if learned else scale.new_tensor(self.bias)
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         losses = softplus(-positives) + F.softplus(others, threshold=40.0).sum(dim=1)  # the default of 20 rounds

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ...distributed.exchange import Exchange, describe_rows
-from ...distributed.gather import check_not_gathered, gather_after
+from ...distributed.exchange import Exchange
+from ...distributed.gather import check_not_gathered
 from ...distributed.header import DeviceCheck, Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import expected
@@ -27,13 +27,14 @@ from .base import (
     Side,
     check_like,
     compare,
+    gather,
     joined,
     lowest,
     softmax_,
     softplus,
     sum_of_blocks,
 )
-from .retrieval import TENSORS, checked_labels
+from .retrieval import checked_labels
 
 _NUMBERED = -(2**62)  # the first of the labels that rows without one get, far from those of callers
 
@@ -122,29 +123,26 @@ class SupConLoss(ContrastiveLoss):
                 raise ValueError(expected("reference, reference_labels", "both or none of them", reference_labels))
             if reference is not None and labels is None:
                 raise ValueError(expected("labels", "a tensor, because there is a reference", labels))
-            parts, of_call = [own], dict[str, object]({} if labels is not None else {"labels": "none"})
-            rows: Tensor | None = own["rows"]
+            sides = [Side("embeddings", own, torch.is_grad_enabled() and own["rows"].requires_grad, own)]
             if reference is not None and reference_labels is not None:
-                parts.append(self._checked_columns("reference", reference, reference_labels, None, group)[0])
-                check_like("reference", parts[1]["rows"], own["rows"], "embeddings")
-                if parts[1]["labels"].shape[1:] != own["labels"].shape[1:]:
+                others, _ = self._checked_columns("reference", reference, reference_labels, None, group)
+                check_like("reference", others["rows"], own["rows"], "embeddings")
+                if others["labels"].shape[1:] != own["labels"].shape[1:]:
                     raise ValueError(expected("reference_labels", "as many columns as labels", reference_labels))
-                rows, of_call = None, {"reference": describe_rows(parts[1]["rows"])}
-            sides = [Side(part, torch.is_grad_enabled() and part["rows"].requires_grad, part) for part in parts]
-            facts = {} if group is None else {**self._facts(), **of_call}
-            totals, tensors = [float(len(parts[-1]["rows"]))], (rows, own["labels"], own.get("weight"))
-            return Offer(sides, facts, len(own["rows"]), totals, self._checksum, check, tensors, TENSORS)
+                sides[0].live = {name: own[name] for name in [*own][1:]}  # all but the rows, which are no candidates
+                needs_grad = torch.is_grad_enabled() and others["rows"].requires_grad
+                sides.append(Side("reference", others, needs_grad, others, is_apart=True))
+            if group is None:
+                return Offer(sides, rows=len(own["rows"]), check=check)
+            facts: dict[str, object] = {"labels": "none"} if labels is None else {}
+            return self._offered(sides, sides, facts, [float(len(sides[-1].own["rows"]))], check)
 
         agreed = agree_on(call, group, bring)
         sides, exchange = agreed.value, None
         anchors, *others = sides
         if group is not None:
             exchange = Exchange(call, group)
-            with torch.no_grad():
-                rows, its_labels, weight = gather_after(call, group, agreed)
-                anchors.gather(exchange, agreed.rows, rows=rows, labels=its_labels, weight=weight)
-                for side in others:
-                    side.gather(exchange, (*(int(number) for number, *_ in agreed.totals),))
+            gather(sides, agreed, exchange)
         if labels is None:
             # Each rank has numbered its rows from 0. Those of other ranks and of the queue get other numbers.
             starts = accumulate(agreed.rows, initial=_NUMBERED + self.queue.position[2])
