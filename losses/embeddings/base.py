@@ -1,7 +1,6 @@
 """The base of the contrastive losses: this rank's rows against the rows of all ranks and of a queue, block by block.
 
-This rank's rows are anchors here, and candidates on all ranks. One reduce-scatter in the forward brings the part of
-their gradient that the other ranks have computed.
+This rank's rows are anchors here, and candidates on all ranks, whose part of their gradient a reduce-scatter brings.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class ContrastiveLoss(HoldsQueue):
     Distributed:
         Three collectives forward: the header with the rows of all ranks, the sums, one reduce-scatter of gradients if
         there are any; rows that do not fit behind the header take one more. None backward. Each rank computes the terms
-        of its own rows, and all raise if one fails, such as for lack of memory. Every rank gets the same value.
+        of its own rows; every rank gets the same value.
     """
 
     _checks = HoldsQueue._checks | {
@@ -86,7 +85,7 @@ class ContrastiveLoss(HoldsQueue):
         self._make_embedding_queue(queue_size, num_features, ignore_index)
 
     def _checked(self, **given: Tensor) -> dict[str, Tensor]:
-        """Return the checked rows of the arguments ``given``, or raise TypeError, ValueError or RuntimeError."""
+        """Return the checked rows of the arguments ``given``."""
         width = self.queue.num_classes if self.queue_size else None
         for name in given:
             given[name] = checked_embeddings(name, given[name], width)
@@ -97,7 +96,7 @@ class ContrastiveLoss(HoldsQueue):
         return given
 
     def _queued_columns(self, like: Columns) -> list[Columns]:
-        """Return the rows of the queue that this call uses, in the dtypes of ``like``; an empty list without any."""
+        """Return the rows of the queue that this call uses, if any, in the dtypes of ``like``."""
         queued = self._queued_rows()
         if queued is None:
             return []
@@ -113,11 +112,7 @@ class ContrastiveLoss(HoldsQueue):
         totals: Sequence[Tensor | float],
         check: DeviceCheck | None,
     ) -> Offer[T]:
-        """Return what this rank contributes: behind the header the columns of the first sides, of as many rows each.
-
-        Those of a side ``apart`` follow by themselves, so the ranks compare their description, and the first of the
-        ``totals`` is how many rows it has.
-        """
+        """Return what this rank contributes. The first of the ``totals`` is the number of rows of a side apart."""
         facts, tensors = {**self._facts(), **facts}, dict[str, Tensor]()
         for side in sides:
             for column, tensor in side.live.items():
@@ -135,12 +130,11 @@ class ContrastiveLoss(HoldsQueue):
         exchange: Exchange | None,
         learned: Sequence[Learned] = (),
     ) -> tuple[Tensor, T]:
-        """Return the loss, the sum of those of the ranks, with the gradients of ``sides`` and ``learned``.
+        """Return the sum of the losses of the ranks, which has gradients, and what else ``compute`` returns.
 
-        ``compute`` returns what is returned with the loss, and this rank's sums (1 + L,) float64: the loss and the
-        gradients of the L ``learned`` parameters. It leaves those of the rows in ``sides``. Those of ``learned`` are
-        summed, so they are those of one process on every rank; if the wrapper sums them, each rank gets an equal share.
-        A sharded parameter keeps the full gradient on its rank: no wrapper reduces it.
+        ``compute`` returns that and this rank's sums (1 + L,) float64: the loss and the gradients of the L ``learned``
+        parameters. Their sum over the ranks is the gradient of one process. If the wrapper sums too, each rank gets a
+        share; no wrapper reduces that of a sharded parameter.
         """
         inputs = [side.own["rows"] for side in sides]
         for item in learned:
@@ -216,7 +210,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 @dataclass(slots=True)
 class Side:
-    """One set of rows of a loss, such as its queries. A step sets first what is given, then what follows."""
+    """One set of rows of a loss, such as its queries."""
 
     name: str  # as the caller passed it
     own: Columns  # of this rank
@@ -289,11 +283,10 @@ def sum_of_blocks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     r"""Return a sum of losses of the scores :math:`s\, a_i \cdot c_j + b` and its gradients, in blocks of anchors.
 
-    Of anchors (n, D), candidates (K, D), the scale s and the bias b, None for 0, all of one dtype: the sum and its
-    gradients of log s and of b (1 + L,) float64, then those of the anchors and of the candidates, as ``needs`` says of
-    anchors, candidates and numbers. ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and the
-    place of the block among the anchors, and returns the sum of its losses, float64, and its gradient (b, K).
-    ``copies`` of such tensors are in memory together.
+    Of anchors (n, D), candidates (K, D), the scale s and the bias b, all of one dtype: the sum and its gradients of log
+    s and b (1 + L,) float64, then those of anchors and candidates, as ``needs`` says of anchors, candidates, numbers.
+    ``block_loss`` takes the scores (b, K) of a block, which it may overwrite, and its place among the anchors, and
+    returns the sum of its losses, float64, and its gradient (b, K). ``copies`` of such tensors are in memory together.
     """
     scaled, sums, of_anchors, of_candidates = anchors * scale, list[Tensor](), list[Tensor](), None
     for place, scores in blocks_of_scores(scaled, candidates, copies=copies):

@@ -27,9 +27,8 @@ class InfoNCELoss(PairLoss):
     .. math:: L = -\frac{1}{N} \sum_i \log \frac{\exp(x_{ii} / \tau)}{\sum_j \exp(x_{ij} / \tau)}
 
     Equal to ``F.cross_entropy(normalize(queries) @ normalize(keys).T / temperature, arange(N))`` in one process with
-    all pairs. The similarities of all pairs are never in memory together. It is the case of :class:`~fullrank.RowLoss`
-    whose function is the cross-entropy of a block, faster, with the gradient written out. The queue has keys, further
-    candidates of the queries: use those of an encoder that changes slowly, such as a momentum encoder.
+    all pairs. The queue has keys, further candidates of the queries: use those of an encoder that changes slowly, such
+    as a momentum encoder.
 
     Args:
         symmetric: average with the same loss of keys among the queries, as CLIP does; the queries then travel too.
@@ -62,17 +61,8 @@ class InfoNCELoss(PairLoss):
         Contrast, CVPR 2020, eq. 1 (the queue).
     """
 
-    _shown = (
-        "symmetric",
-        "directions",
-        "partition_mode",
-        "hardness_mode",
-        "hardness_strength",
-        "margin",
-        "margin_strategy",
-        *PairLoss._of_all,
-    )
-
+    _fixed = *PairLoss._fixed, "symmetric", "directions", "partition_mode"
+    _shown = "symmetric", "directions", "partition_mode", "hardness_mode", "hardness_strength", *PairLoss._of_guided
     _checks = PairLoss._checks | {
         "symmetric": check_flag,
         "directions": unchecked,
@@ -80,7 +70,6 @@ class InfoNCELoss(PairLoss):
         "hardness_mode": partial(check_choice, choices=(None, *_HARDNESS_MODES)),
         "hardness_strength": check_amount,
     }
-    _fixed = *PairLoss._fixed, "symmetric", "directions", "partition_mode"
     _in_c = "cross_entropy"
 
     def __init__(
@@ -106,11 +95,10 @@ class InfoNCELoss(PairLoss):
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Return what :meth:`PairLoss._terms` does.
+        r"""Compute :math:`\log (1 + e^g)`, of which :math:`-\sigma(g)` is the gradient of :math:`x_{ii}`.
 
-        With :math:`g = \log \sum_{j \ne i} \exp x_{ij} - x_{ii}` the loss of a pair is :math:`\log (1 + e^g)`, and its
-        gradient of :math:`x_{ii}` is :math:`-\sigma(g)`. Nothing is subtracted from a number close to it, so pairs that
-        are far apart keep all digits.
+        With :math:`g = \log \sum_{j \ne i} \exp x_{ij} - x_{ii}` nothing is subtracted from a number close to it, so
+        pairs that are far apart keep all digits.
         """
         gap = softmax_(others) - positives  # [b]
         push = gap.sigmoid() * weight
@@ -121,7 +109,7 @@ class InfoNCELoss(PairLoss):
 def _checked_directions(
     directions: Sequence[str], partition_mode: str, symmetric: bool, queue_size: int
 ) -> tuple[str, ...]:
-    """Return the ``directions`` as a tuple, or raise unless they have a meaning with the other arguments."""
+    """Return the ``directions``, each once, or raise unless they have a meaning with the other arguments."""
     if not isinstance(directions, (tuple, list)):
         raise TypeError(expected("directions", f"a tuple of {', '.join(map(repr, _DIRECTIONS))}", directions))
     for name in directions:

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from ...distributed.exchange import Exchange, describe_rows
 from ...distributed.gather import check_not_gathered
-from ...distributed.header import Offer, agree_on
+from ...distributed.header import Agreement, Offer, agree_on
 from ...distributed.torch_private import not_compiled
 from ...errors import Words, check_amount, check_choice, check_positive, check_tensor, expected
 from ...kernels import native
@@ -110,7 +110,9 @@ class PairLoss(ContrastiveLoss):
     directions: tuple[str, ...] = ("query_to_doc",)
     hardness_mode: str | None = None
     hardness_strength = 0.0
-    _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"  # what repr shows
+    # What repr shows: of all losses of pairs, and of those that read the guide themselves.
+    _of_all = "learn_temperature", "max_logit_scale", "normalize", "queue_size", "gradient_reduction"
+    _of_guided = "margin", "margin_strategy", *_of_all
     _copies = 1  # of the scores of a block that are in memory together
     _in_c = ""  # what the library calls the same as ``_terms``
     _pairs_views = True  # so keys that are the queries are a mistake
@@ -235,25 +237,13 @@ class PairLoss(ContrastiveLoss):
 
         agreed = agree_on(call, group, bring)
         exchange = None if group is None else Exchange(call, group)
-        _, masses, units, *of_learned = zip(*agreed.totals)  # of each rank
-        for place, item in enumerate(learned):
-            learned[place] = item.agreed([*of_learned[place]], call, exchange)
-        sides, weight = agreed.value
+        for place, item in enumerate(learned, start=3):
+            learned[place - 3] = item.agreed([totals[place] for totals in agreed.totals], call, exchange)
+        sides, _ = agreed.value
         of_queries, of_keys, *further = sides
         if exchange is not None:
             gather(sides, agreed, exchange)
-
-        def compute() -> tuple[None, Tensor]:
-            compare(sides, self.normalize)
-            if weight is None:
-                rows = of_keys.anchors["rows"]
-                share = rows.new_full((len(rows),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
-            else:
-                most = max(units)
-                share = weight / most / (sum([mass * (unit / most) for mass, unit in zip(masses, units)]) or 1.0)
-            return None, self._local_sums(sides, share, learned)
-
-        loss, _ = self._sum_over_ranks(compute, sides, exchange, learned)
+        loss, _ = self._sum_over_ranks(partial(self._local_sums, agreed, learned), sides, exchange, learned)
         if not has_values(loss):
             return loss
         if self._pairs_views and given.queries is given.keys:
@@ -318,9 +308,14 @@ class PairLoss(ContrastiveLoss):
                 if of_rows is not None:  # those of the keys are those of the queries
                     own["labels"] = of_rows
                 for column, values in columns.items():
-                    own[column] = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
-                    like = own[column] if name == "keys" else sides[1].own[column]
-                    _check_column(f"{column} of {name}", own[column], like)
+                    own[column] = part = _of_rows(f"{column} of {name}", values[place - 1], getattr(given, name), name)
+                    if column == "offsets" and (part.ndim > 1 or not part.is_floating_point()):
+                        kind = ValueError if part.is_floating_point() else TypeError
+                        raise kind(expected(f"offsets of {name}", "a floating-point number for each row", part))
+                    like = part.shape[1:] if name == "keys" else sides[1].own[column].shape[1:]
+                    if part.shape[1:] != like:
+                        what = f"rows of shape {tuple(like)}, as those of keys"
+                        raise ValueError(expected(f"{column} of {name}", what, part))
             if mask is not None:
                 check_not_gathered(group, mask=mask[place])
                 guide = checked_embeddings(f"mask of {name}", _flattened(mask[place])).detach()
@@ -328,9 +323,8 @@ class PairLoss(ContrastiveLoss):
                 check_like(f"mask of {name}", guide, sides[0].own["guide"] if sides else guide, "the mask of queries")
             needs_grad = torch.is_grad_enabled() and rows.requires_grad
             sides.append(Side(name, own, needs_grad, own, is_apart=name == "negatives"))
-        for parameter in (self.logit_scale, self.logit_bias):
-            if parameter is not None and not parameter.is_meta:
-                check_values("queries", queries)
+        if self.logit_scale is not None and not self.logit_scale.is_meta:
+            check_values("queries", queries)
         return sides
 
     def _compared(
@@ -384,10 +378,21 @@ class PairLoss(ContrastiveLoss):
         """Whether the negatives of a query differ from those of others."""
         return self.hardness_mode in ("in_batch_negatives", "hard_negatives") or "doc_to_doc" in self.directions
 
-    def _local_sums(self, sides: Sequence[Side], share: Tensor, learned: Sequence[Learned]) -> Tensor:
-        """Return this rank's loss and gradients of ``learned`` (1 + L,), of pairs that weigh ``share`` (N,) float64."""
+    def _local_sums(
+        self, agreed: Agreement[tuple[list[Side], Tensor | None]], learned: Sequence[Learned]
+    ) -> tuple[None, Tensor]:
+        """Return this rank's loss and gradients of ``learned`` (1 + L,) float64, next to nothing."""
+        sides, weight = agreed.value
+        compare(sides, self.normalize)
         queries, *docs = sides
         keys, rows = docs[0], docs[0].anchors["rows"]
+        if weight is None:
+            weight = rows.new_full((len(rows),), 1 / max(1, sum(agreed.rows)), dtype=torch.float64)
+        else:  # each rank has the mass of its weights in a unit of its own
+            _, masses, units, *_ = zip(*agreed.totals)
+            most = max(units)
+            weight = weight / most / (sum([mass * (unit / most) for mass, unit in zip(masses, units)]) or 1.0)
+        weight = weight / 2 if self.symmetric else weight
         if "labels" in keys.own:
             for side in docs:
                 labels = side.candidates.get("labels")
@@ -428,7 +433,6 @@ class PairLoss(ContrastiveLoss):
         bias = None if self.bias is None else scale.new_tensor(self.bias)
         if learned[1:]:
             bias = learned[1].like(rows)
-        weight = share / 2 if self.symmetric else share
         needs_grad = any(map(needs_gradient, (*sides, *learned)))
         there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
         back = Direction(keys, [(queries, slice(None))], queries.candidates, limit, weight, needs_grad)
@@ -478,7 +482,7 @@ class PairLoss(ContrastiveLoss):
         for number in (candidates.get("guide"), limit, *shown):
             if number is not None:
                 sums[0][0] += (0.0 * number).sum()
-        return sum(sums[1:], sums[0])
+        return None, sum(sums[1:], sums[0])
 
     def _block_loss(self, scores: Tensor, place: slice, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of a block (b, K), and its gradient in place of the scores."""
@@ -546,15 +550,6 @@ def _check_parts(name: str, values: Sequence[Tensor], what: str, of: Sequence[st
         got = Words(f"{len(values)} of them" if isinstance(values, (tuple, list)) else f"a {type(values).__name__}")
         fix = f"Pass ({', '.join(f'of_{name}' for name in of)}{',' * (len(of) == 1)})."
         raise TypeError(expected(name, f"a tuple of {what}, of {', '.join(of)}", got, fix))
-
-
-def _check_column(name: str, values: Tensor, of_keys: Tensor) -> None:
-    """Raise unless ``values`` have the shape ``of_keys`` but for the number of rows; offsets are one number each."""
-    if name.startswith("offsets") and (values.ndim > 1 or not values.is_floating_point()):
-        kind = ValueError if values.is_floating_point() else TypeError
-        raise kind(expected(name, "a floating-point number for each row", values))
-    if values.shape[1:] != of_keys.shape[1:]:
-        raise ValueError(expected(name, f"rows of shape {tuple(of_keys.shape[1:])}, as those of keys", values))
 
 
 def _of_rows(name: str, values: Tensor, given: Tensor, rows_name: str) -> Tensor:

@@ -221,7 +221,7 @@ class RetrievalSmoothAPLoss(HoldsQueue):
 def checked_labels(
     labels: Tensor, embeddings: Tensor, rows_name: str = "embeddings", name: str = "labels", several: bool = False
 ) -> Tensor:
-    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or ``several`` as bools (N, C); or raise."""
+    """Return the labels of ``embeddings`` (N, D) as int64 (N,), or ``several`` as bools (N, C)."""
     check_tensor(name, labels)
     check_not_batched(labels)
     if not is_integer(labels) and labels.dtype != torch.bool:

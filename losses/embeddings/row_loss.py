@@ -39,8 +39,8 @@ class RowLoss(PairLoss):
 
     .. math:: L = \frac{1}{N} \sum_i f_i(x_{i1} / \tau, \dots, x_{iK} / \tau)
 
-    The gradient is that of one process with the rows of all ranks. ``function`` gets one :class:`Block` of queries
-    after another, and autograd differentiates one at a time: the scores of all pairs are never in memory together.
+    ``function`` gets one :class:`Block` of queries after another, and autograd differentiates one at a time: the scores
+    of all pairs are never in memory together.
     :class:`~fullrank.InfoNCELoss` is ``RowLoss(lambda block: F.cross_entropy(block.scores, block.positives,
     reduction="none"))`` with a gradient written out, in less time and with more digits.
 

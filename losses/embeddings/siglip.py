@@ -29,9 +29,8 @@ class SigLIPLoss(PairLoss):
 
     .. math:: L = -\frac{1}{N} \sum_i \sum_j \log \sigma\bigl(z_{ij} (x_{ij} / \tau + b)\bigr)
 
-    In one process equal to the loss of SigLIP of the whole batch. The similarities of all pairs are never in memory
-    together. It is a case of :class:`~fullrank.RowLoss`, faster, with the gradient written out. Negatives and the keys
-    of the queue are further candidates of the queries.
+    In one process equal to the loss of SigLIP of the whole batch. Negatives and the keys of the queue are further
+    candidates of the queries.
 
     Args:
         bias: b, a finite number; its start if it is learned.
@@ -74,8 +73,7 @@ class SigLIPLoss(PairLoss):
 
     @property
     def _shown(self) -> tuple[str, ...]:
-        of_guide = "margin", "margin_strategy"
-        shared = "learn", "max_logit_scale", *of_guide, "normalize", "queue_size", "gradient_reduction"
+        shared = "learn", *(name for name in self._of_guided if name != "learn_temperature")
         return shared if self.learn else ("bias", *shared)
 
     def _terms(self, others: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,7 @@ class SupConLoss(ContrastiveLoss):
     With two views of each image as (N, V, D) and no labels, this is NT-Xent, the loss of SimCLR. With labels, views are
     equal to ``(embeddings.flatten(0, 1), labels.repeat_interleave(V))``. Labels have one meaning on all ranks: the
     numbers of the rows of a batch would give unrelated rows of different ranks the same label. A row without another of
-    its label is a candidate of the others. The rows of the queue have their labels: they are positives and negatives of
-    the live rows.
+    its label is a candidate of the others. Rows of the queue are positives and negatives too, by their labels.
 
     Args:
         temperature: > 0, what the similarities are divided by. May be assigned between steps.
@@ -138,30 +138,23 @@ class SupConLoss(ContrastiveLoss):
             return self._offered(sides, sides, facts, [float(len(sides[-1].own["rows"]))], check)
 
         agreed = agree_on(call, group, bring)
-        sides, exchange = agreed.value, None
+        sides, exchange = agreed.value, None if group is None else Exchange(call, group)
         anchors, *others = sides
-        if group is not None:
-            exchange = Exchange(call, group)
+        if exchange is not None:
             gather(sides, agreed, exchange)
         if labels is None:
             # Each rank has numbered its rows from 0. Those of other ranks and of the queue get other numbers.
             starts = accumulate(agreed.rows, initial=_NUMBERED + self.queue.position[2])
             parts = zip(anchors.live["labels"].split(agreed.rows), starts)
             anchors.live = {**anchors.live, "labels": torch.cat([part + first for part, first in parts])}
-
-        def compute() -> tuple[Tensor, Tensor]:
-            compare(sides, self.normalize)
-            return self._local_loss(sides)
-
-        loss, has_pair = self._sum_over_ranks(compute, sides, exchange)
+        loss, has_pair = self._sum_over_ranks(partial(self._local_loss, sides), sides, exchange)
         if self._enqueues:
             self.queue.enqueue(sides[-1].candidates["rows"], sides[-1].candidates["labels"])
         if self._hints.should_observe(self, loss):
             self._hints.observe_valid(has_pair, NO_PAIR)
             if group is not None:
-                self._hints.observe_ranks(
-                    sides[-1].counts, [*sides[-1].live.values()], "reference" if others else "rows"
-                )
+                what, candidates = "reference" if others else "rows", sides[-1]
+                self._hints.observe_ranks(candidates.counts, [*candidates.live.values()], what)
                 views = embeddings.shape[1] if embeddings.ndim == 3 else 1
                 counts, numbers = [count // views for count in agreed.rows], anchors.live["labels"][::views]
                 self._hints.observe_labels(counts, None if numbers.ndim == 2 else numbers)
@@ -175,10 +168,11 @@ class SupConLoss(ContrastiveLoss):
     ) -> tuple[Columns, DeviceCheck | None]:
         """Return the checked rows, one for each view, without those that are ignored, and the check of the weights."""
         check_not_gathered(group, **{name: rows}, labels=labels)
-        has_views = isinstance(rows, Tensor) and not rows.is_nested and rows.ndim == 3 and rows.shape[1] > 0
-        if isinstance(rows, Tensor) and not rows.is_nested and rows.ndim > 3:
+        num_dims = rows.ndim if isinstance(rows, Tensor) and not rows.is_nested else 0
+        if num_dims > 3:
             fix = f"Use {name}.flatten(2) if dim 1 is views, else {name}.flatten(1)."
             raise ValueError(expected(name, "shape (N, D) or (N, V, D)", rows, fix))
+        has_views = num_dims == 3 and rows.shape[1] > 0
         flat = self._checked(**{name: rows.flatten(0, 1) if has_views else rows})[name]
         if labels is None and not (has_views and rows.shape[1] > 1):
             fix = "Pass the label of each row, or the views of each row as (N, V, D)."
@@ -205,6 +199,7 @@ class SupConLoss(ContrastiveLoss):
 
     def _local_loss(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
         """Return which anchors of all ranks have a pair, (N,) bool, and this rank's loss (1,)."""
+        compare(sides, self.normalize)
         anchors, others, has_reference = sides[0], sides[-1], len(sides) > 1
         rows, targets, weight = anchors.anchors["rows"], anchors.live["labels"], anchors.live.get("weight")
         targets = targets.contiguous()  # searchsorted warns of others
@@ -263,8 +258,8 @@ def _block_loss(
 
     With a the logarithm of the sum of exp over :math:`P_i`, and g the same over the others less a, the loss of a row is
     :math:`\log (1 + e^g)`, plus a less the mean over :math:`P_i`, which is 0 for a single positive. Rows far apart keep
-    all digits. Row i of the block is candidate ``first + i``, or none if ``first`` is None. ``same`` are candidates
-    (b, S), and ``inside`` says which of them have a label of the anchor: the first if any has.
+    all digits. Row i is candidate ``first + i``, or none. Of the candidates ``same`` (b, S) those ``inside`` have a
+    label of the anchor: the first if any has.
     """
     filler, least = same[:, :1], lowest(scores)  # takes the places that are not inside; 0 is added to it
     if first is not None:

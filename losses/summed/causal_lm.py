@@ -70,10 +70,8 @@ def causal_lm_loss(
     .. math:: -\frac{1}{n} \sum_{t:\, y_{t+1} \ne \text{ignore}} \log \mathrm{softmax}(x_t)_{y_{t+1}}
 
     With ``weight`` logits are ``hidden @ weight.T + bias``, of which a few rows at a time exist. The memory is about
-    that of the hidden states and of the gradient of the weight.
-
-    ``reduction="sum"`` is for :func:`~fullrank.accumulate` and :class:`~fullrank.DeferredMean`. The arguments are those
-    of a loss function of Hugging Face transformers too: ``model.loss_function = causal_lm_loss``.
+    that of the hidden states and of the gradient of the weight. The arguments are those of a loss function of Hugging
+    Face transformers too: ``model.loss_function = causal_lm_loss``.
 
     Args:
         logits: (..., T, V) raw logits; the one at t predicts token t + 1. Inside torch's ``loss_parallel()`` also a
@@ -87,7 +85,8 @@ def causal_lm_loss(
         z_loss: k >= 0. Adds k logsumexp(x_t)^2 for each token that counts.
         softcap: c > 0: the logits are c tanh(x / c). None for x.
         label_smoothing: s in [0, 1]: the target is 1 - s of the token, and s / V of each.
-        reduction: ``"mean"``, or ``"sum"``, which does not divide and takes no ``num_items``.
+        reduction: ``"mean"``, or ``"sum"``, for :func:`~fullrank.accumulate` and :class:`~fullrank.DeferredMean`: it
+            does not divide and takes no ``num_items``.
         num_items: n, a number or a tensor of one element; None for the number of valid tokens in this call. With 0 the
             sum, which is 0 then, is not divided.
         num_items_in_batch: the name of ``num_items`` in transformers.
@@ -148,12 +147,10 @@ def causal_lm_loss(
         settings: dict[str, Any] = {"softcap": softcap, "z_loss": z_loss, "smoothing": label_smoothing}
         if weight is None:
             if bias is not None:
-                raise ValueError(
-                    expected("bias", "None without weight", bias, "Pass hidden states and the weight too.")
-                )
+                fix = "Pass hidden states and the weight too."
+                raise ValueError(expected("bias", "None without weight", bias, fix))
             _check_logits(logits)
-            own_weight: Tensor | None = None
-            vocabulary, own_bias = Vocabulary(logits.shape[-1], **settings), None
+            vocabulary, own_weight, own_bias = Vocabulary(logits.shape[-1], **settings), None, None
         else:
             vocabulary, own_weight, own_bias = read_head("causal_lm_loss", logits, weight, bias, **settings)
         size = vocabulary.size
@@ -161,10 +158,9 @@ def causal_lm_loss(
         if vocab_size is not None and vocab_size != size:
             raise ValueError(expected("vocab_size", f"{size}, the number of logits of a token", vocab_size))
         targets = checked.to(torch.int64)
+        if document_ids is not None and not shift:
+            raise ValueError(expected("document_ids", "None with labels that are shifted", "both", SHIFTED_DOCUMENTS))
         if document_ids is not None:
-            if not shift:
-                what = "None with labels that are shifted"
-                raise ValueError(expected("document_ids", what, "both", SHIFTED_DOCUMENTS))
             within = F.pad(same_document("document_ids", document_ids, checked), (1, 0), value=True)
             targets = targets.masked_fill(~within, ignore_index)
         if shift:
@@ -200,7 +196,11 @@ def _sum_over_logits(rows: Rows, ignore_index: int) -> Tensor:
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if vocabulary.softcap is not None:
         x = vocabulary.softcap * torch.tanh(x / vocabulary.softcap)
-    x = _as_sharded(x, logits) if is_sharded else x
+    if is_sharded:
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape, stride = torch.Size((len(x), vocabulary.size)), (vocabulary.size, 1)
+        x = DTensor.from_local(x, logits.device_mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
     total: Any = F.cross_entropy(x, targets, ignore_index=ignore_index, reduction="sum")
     total = total.to_local() if is_sharded else total
     if not (vocabulary.z_loss or vocabulary.smoothing):
@@ -214,9 +214,7 @@ def _sum_over_logits(rows: Rows, ignore_index: int) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Return the sum over N rows of the losses of their targets.
-
-    ::
+    """Return the sum over N rows of the losses of their targets::
 
         x [N, D]   weight [v, D]   bias [v]   targets [N]      v of the V rows of the vocabulary, those of this rank
 
@@ -224,8 +222,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dz    = (1 + 2 k lse) softmax(z) - (1 - s) [t] - s / V
         dx    = dz @ weight      dweight = dz.T @ x      dbias = sum dz
 
-    The forward has z at hand, so it computes the gradients; the backward multiplies them by the incoming number, in
-    place. To compute z again there would cost a third of the products.
+    The forward has z at hand, so it computes the gradients. To compute z again in the backward would cost a third of
+    the products.
     """
 
     @staticmethod
@@ -270,38 +268,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _sum_over_hidden(rows: Rows) -> Tensor:
     """Return the sum of the losses of the valid targets from hidden states (..., T, D)."""
     x, targets, _ = rows.counted()
-    factors: tuple[Any, ...] = x, rows.weight, rows.bias
+    factors: Any = x, rows.weight, rows.bias
     if not torch.is_grad_enabled():
-        factors = tuple(None if factor is None else factor.detach() for factor in factors)
+        factors = [None if factor is None else factor.detach() for factor in factors]
     return _LinearCrossEntropy.apply(rows.vocabulary, *factors, targets)
 
 
-def _check_shards(logits: Any) -> None:
-    """Raise TypeError or ValueError, the same on every rank, for a DTensor that torch's loss parallel does not take."""
-    own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
-    dim = logits.ndim - 1
-    check_shards("logits", logits, dim, own if any(each.is_shard(dim) for each in logits.placements) else WHOLE)
-    if not loss_parallel_is_active():
-        what = "a DTensor sharded on the vocabulary inside of loss_parallel()"
-        fix = "Enter torch.distributed.tensor.parallel.loss_parallel(), for the backward too, or use full_tensor()."
-        raise ValueError(expected("logits", what, Words("one outside of it"), fix))
-
-
-def _as_sharded(rows: Tensor, logits: Any) -> Tensor:
-    """Return this rank's part (N, v) of ``logits`` as a DTensor (N, V), which is sharded as they are."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    shape, stride = (len(rows), logits.shape[-1]), (logits.shape[-1], 1)
-    mesh = logits.device_mesh
-    return DTensor.from_local(rows, mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _check_logits(logits: Tensor) -> None:
-    """Raise TypeError or ValueError for what are no logits (..., T, V)."""
+def _check_logits(logits: Any) -> None:
+    """Raise TypeError or ValueError, the same on every rank, for what are no logits (..., T, V)."""
     check_tensor("logits", logits)
     if not logits.is_floating_point():
         raise TypeError(expected("logits", "a floating-point tensor", logits, "Pass raw logits."))
     if logits.ndim < 2 or logits.shape[-1] == 0:
         raise ValueError(expected("logits", "shape (..., T, V) with V >= 1", logits))
     if hasattr(logits, "full_tensor"):
-        _check_shards(logits)
+        own = "Use DTensor.from_local(logits.to_local(), m, [Shard(-1)]), m the dimension of the mesh that shards it."
+        dim = logits.ndim - 1
+        check_shards("logits", logits, dim, own if any(each.is_shard(dim) for each in logits.placements) else WHOLE)
+        if not loss_parallel_is_active():
+            what = "a DTensor sharded on the vocabulary inside of loss_parallel()"
+            fix = "Enter torch.distributed.tensor.parallel.loss_parallel(), for the backward too, or use full_tensor()."
+            raise ValueError(expected("logits", what, Words("one outside of it"), fix))

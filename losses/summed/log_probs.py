@@ -28,9 +28,7 @@ from .vocabulary import (
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Return the log-probabilities of the targets of N rows, and on request the entropies of the rows: (1 or 2, N).
-
-    ::
+    """Return the log-probabilities of the targets of N rows, and on request the entropies of the rows: (1 or 2, N)::
 
         z [n, v] of a block, p = softmax(z)      g, h [n] the incoming gradients, H [n] the entropies
 

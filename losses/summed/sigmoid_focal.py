@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from ..rows import compute_dtype, has_values, weight_and_check
 from .base import Elements, SummedLoss, check_inputs, focus, local_loss, match_shape, power
 
 SigmoidReduction = Literal["mean", "mean_weighted", "sum", "none"]
-REDUCTIONS = ("mean", "mean_weighted", "sum", "none")
+REDUCTIONS = get_args(SigmoidReduction)
 
 
 @completed(local_pool)
@@ -60,7 +60,8 @@ def sigmoid_focal(
     Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5.
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    _check_alpha_gamma(alpha, gamma)
+    _check_alpha("alpha", alpha)
+    check_amount("gamma", gamma)
     elements = _elements(inputs, targets, alpha, gamma, reduction, sample_weight, validate_args)
     return local_loss(elements, reduction)
 
@@ -149,11 +150,9 @@ def expanded_weight(
     return weight
 
 
-def _check_alpha_gamma(alpha: float, gamma: float) -> None:
-    check_number("alpha", alpha)
-    if not (0 <= alpha <= 1 or alpha == -1):
-        raise ValueError(expected("alpha", "a number in [0, 1], or -1 for no weighting", alpha))
-    check_amount("gamma", gamma)
+def _check_alpha(name: str, alpha: float) -> None:
+    if not (0 <= check_number(name, alpha) <= 1 or alpha == -1):
+        raise ValueError(expected(name, "a number in [0, 1], or -1 for no weighting", alpha))
 
 
 @completed(sigmoid_focal)
@@ -178,8 +177,8 @@ class SigmoidFocalLoss(SummedLoss):
     _shown = "alpha", "gamma", "reduction"
     _checks = SummedLoss._checks | {
         "reduction": partial(check_choice, choices=REDUCTIONS),
-        "alpha": lambda _, value: _check_alpha_gamma(value, 0.0),
-        "gamma": lambda _, value: _check_alpha_gamma(-1.0, value),
+        "alpha": _check_alpha,
+        "gamma": check_amount,
     }
 
     def __init__(

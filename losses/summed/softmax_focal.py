@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,13 @@ from typing_extensions import Unpack
 from ...distributed.header import DeviceCheck
 from ...errors import check_amount, check_between, check_choice, check_int, check_number, check_tensor, expected
 from ..arguments import completed
-from ..base import GroupOptions, unchecked
+from ..base import GroupOptions
 from ..pooled.pool import local_pool
 from ..rows import check_exact, class_range_check, compute_dtype, has_values, weight_and_check
 from .base import Elements, SummedLoss, check_inputs, focus, local_loss, squeeze_advice
 
 FocalReduction = Literal["mean", "mean_positive", "mean_weighted", "sum", "none"]
-REDUCTIONS = ("mean", "mean_positive", "mean_weighted", "sum", "none")
+REDUCTIONS = get_args(FocalReduction)
 
 
 @completed(local_pool)
@@ -66,12 +67,14 @@ def softmax_focal(
 
     Reference: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
     """
-    rule = _check_rule(_Rule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class))
+    rule = _Rule(alpha, gamma, reduction, label_smoothing, ignore_index, background_class)
+    for name, value in zip(_Rule._fields, rule):
+        _CHECKS[name](name, value)
     return local_loss(_elements(inputs, targets, rule, sample_weight, validate_args), reduction)
 
 
 class _Rule(NamedTuple):
-    """The arguments of the formula; :func:`_check_rule` checks them."""
+    """The arguments of the formula."""
 
     alpha: Tensor | Sequence[float] | None
     gamma: float
@@ -81,28 +84,30 @@ class _Rule(NamedTuple):
     background_class: int
 
 
-def _check_rule(rule: _Rule, *, read_alpha: bool = False) -> _Rule:
-    """Return ``rule`` unchanged, or raise; ``read_alpha`` checks a tensor too, and waits for the device."""
-    check_choice("reduction", rule.reduction, REDUCTIONS)
-    alpha = rule.alpha
-    if isinstance(alpha, Tensor):
-        alpha = alpha.reshape(-1).tolist() if read_alpha else None
-    if alpha is not None:
-        if isinstance(alpha, (str, bytes)) or not isinstance(alpha, Iterable):
-            fix = "Count the classes and pass their weights, such as [0.2, 0.8]."
-            raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha, fix))
-        for weight in alpha:
-            if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
-                raise ValueError(expected("alpha", "weights >= 0", alpha))
-    check_amount("gamma", rule.gamma)
-    check_between("label_smoothing", rule.label_smoothing, 0, 1)
-    check_int("ignore_index", rule.ignore_index)
-    check_int("background_class", rule.background_class)
-    return rule
+def _check_alpha(_: str, alpha: Tensor | Sequence[float] | None) -> None:
+    """Raise TypeError or ValueError unless all weights are >= 0; those of a tensor are not read."""
+    if alpha is None or isinstance(alpha, Tensor):
+        return
+    if isinstance(alpha, (str, bytes)) or not isinstance(alpha, Iterable):
+        fix = "Count the classes and pass their weights, such as [0.2, 0.8]."
+        raise TypeError(expected("alpha", "None or a sequence of one weight per class", alpha, fix))
+    for weight in alpha:
+        if not check_number("alpha", float(weight) if hasattr(weight, "__float__") else weight) >= 0:
+            raise ValueError(expected("alpha", "weights >= 0", alpha))
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "alpha": _check_alpha,
+    "gamma": check_amount,
+    "reduction": partial(check_choice, choices=REDUCTIONS),
+    "label_smoothing": partial(check_between, low=0, high=1),
+    "ignore_index": check_int,
+    "background_class": check_int,
+}
 
 
 def _elements(
-    inputs: Tensor, targets: Tensor, rule: _Rule, sample_weight: Tensor | None, validate_args: bool
+    inputs: Tensor, targets: Tensor, rule: _Rule | SoftmaxFocalLoss, sample_weight: Tensor | None, validate_args: bool
 ) -> Elements:
     targets, valid, checks = check_classes(inputs, targets, rule.ignore_index, validate_args)
     x = inputs.to(compute_dtype(inputs.dtype))
@@ -205,7 +210,7 @@ class SoftmaxFocalLoss(SummedLoss):
     """
 
     _shown = _Rule._fields
-    _checks = SummedLoss._checks | dict.fromkeys(_Rule._fields, unchecked)
+    _checks = SummedLoss._checks | _CHECKS | {"alpha": lambda name, value: _check_alpha(name, _listed(value))}
 
     def __init__(
         self,
@@ -221,21 +226,14 @@ class SoftmaxFocalLoss(SummedLoss):
         super().__init__(reduction, gather_distributed, **options)
         self.alpha, self.gamma, self.label_smoothing = alpha, gamma, label_smoothing
         self.ignore_index, self.background_class = ignore_index, background_class
-        _check_rule(self._rule, read_alpha=True)
-
-    def _check_change(self, name: str, value: Any) -> None:
-        super()._check_change(name, value)
-        if name in _Rule._fields:
-            _check_rule(self._rule._replace(**{name: value}), read_alpha=True)
-
-    @property
-    def _rule(self) -> _Rule:
-        return _Rule(*(getattr(self, name) for name in _Rule._fields))
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
         """Return this rank's element losses and their divisor."""
-        return _elements(inputs, targets, self._rule, sample_weight, self.validate_args)
+        return _elements(inputs, targets, self, sample_weight, self.validate_args)
 
     def _arguments(self) -> dict[str, object]:
-        alpha = self.alpha.tolist() if isinstance(self.alpha, Tensor) else self.alpha
-        return {**super()._arguments(), "alpha": alpha}
+        return {**super()._arguments(), "alpha": _listed(self.alpha)}
+
+
+def _listed(alpha: Any) -> Any:
+    return alpha.reshape(-1).tolist() if isinstance(alpha, Tensor) else alpha

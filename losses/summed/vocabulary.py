@@ -127,7 +127,6 @@ class Gradients:
 
     @property
     def are_needed(self) -> bool:
-        """Whether any is."""
         return not (self.x is None and self.weight is None and self.bias is None)
 
     def add(self, block: slice, slope: Tensor, x: Tensor, weight: Tensor) -> None:
