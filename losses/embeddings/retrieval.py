@@ -283,12 +283,12 @@ def _loss(
         values, valid = values[:num_live], valid[:num_live]
     else:
         counts = []
-        for (_, labels), rows_of_each in zip(sets, split.counts):
+        for index, rows_of_each in zip(kept, split.counts):
             # How many rows of each rank are kept. One read for all ranks, so the device is waited for once.
-            so_far = F.pad((labels != ignore_index).cumsum(0), (1, 0))
-            # Safe without waiting: torch has read so little unpinned memory before the call returns.
             ends = torch.tensor([0, *itertools.accumulate(rows_of_each)], device="cpu")
-            counts.append(tuple(so_far[ends.to(labels.device, non_blocking=True)].diff().tolist()))
+            # Safe without waiting: torch has read so little unpinned memory before the call returns.
+            ends = ends.to(index.device, non_blocking=True)
+            counts.append(tuple(torch.searchsorted(index, ends).diff().tolist()))
         split = split._replace(counts=counts)
         values, valid = SplitQueries.apply(split, unit, unit_labels, temperature, with_grad, first, of_all)
     per_query = PerClass(values, valid)

@@ -117,9 +117,8 @@ class Split(NamedTuple):
 class SplitQueries(torch.autograd.Function):
     """The same as ``queries``, where each rank computes the queries of its own rows.
 
-    The rows z (M, D) are those of all ranks, of a reference and of the queue. The losses are gathered, and a
-    reduce-scatter gives each rank its rows of dz; those of other ranks are 0 here, because those ranks have them. The
-    forward makes both exchanges, so the backward communicates nothing.
+    The losses are gathered, and a reduce-scatter gives each rank its rows of dz; those of others are 0. The forward
+    makes both exchanges, so the backward communicates nothing.
     """
 
     @staticmethod
@@ -134,16 +133,16 @@ class SplitQueries(torch.autograd.Function):
         weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exchange, (rows, *others) = split
-        begin, ranked = sum(rows[: exchange.rank]), split.counts[-1]
-        own_rows, own_first = slice(begin, begin + rows[exchange.rank]), first + sum(ranked[: exchange.rank])
-        width = 1 + max(rows)
+        rank, ranked, width = exchange.rank, split.counts[-1], 1 + max(rows)
+        begin, own_first = sum(rows[:rank]), first + sum(ranked[:rank])
+        own_rows = slice(begin, begin + rows[rank])
 
         def compute() -> tuple[Tensor, Tensor]:
             arguments = unit, labels, temperature, with_grad, begin, own_rows.stop, first, weight, None
             values, valid, gradient = _sums_of_queries(*arguments)
             block = values.new_zeros(2, width)  # begins with a 0
-            block[0, 1 : 1 + rows[exchange.rank]] = values[own_rows]
-            block[1, 1 : 1 + rows[exchange.rank]] = valid[own_rows]
+            block[0, 1 : 1 + rows[rank]] = values[own_rows]
+            block[1, 1 : 1 + rows[rank]] = valid[own_rows]
             return gradient, block.view(-1)
 
         gradient, blocks = each_or_raise(exchange, compute, 2 * width, unit.device, "the losses of the queries")
@@ -154,7 +153,7 @@ class SplitQueries(torch.autograd.Function):
             summed = exchange.sum_own(gradient[first : first + sum(ranked)], ranked, "the gradients")
             gradient = torch.cat([gradient[own_rows], summed]) if others else summed
             ctx.save_for_backward(unit, labels, valid | values.isnan(), gradient, weight)
-        ctx.own = [own_rows, *[slice(own_first, own_first + ranked[exchange.rank])] * len(others)]
+        ctx.own = [own_rows, *[slice(own_first, own_first + ranked[rank])] * len(others)]
         ctx.temperature, ctx.call, ctx.count, ctx.first = temperature, exchange.call, sum(rows), first
         ctx.mark_non_differentiable(valid)
         return values, valid

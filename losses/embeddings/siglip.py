@@ -48,6 +48,7 @@ class SigLIPLoss(PairLoss):
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and algorithm 1.
     """
 
+    learn = PairLoss.learn_temperature  # of the bias too
     _checks = PairLoss._checks | {"bias": _check_bias}
     _in_c = "sigmoid_of_pairs"
 
@@ -65,11 +66,6 @@ class SigLIPLoss(PairLoss):
         super().__init__(temperature, learn, margin, margin_strategy, **options)
         self.bias = bias
         self.logit_bias = nn.Parameter(torch.full((1,), float(bias))) if learn else None
-
-    @property
-    def learn(self) -> bool:
-        """Whether ``logit_scale`` and ``logit_bias`` are parameters."""
-        return self.logit_scale is not None
 
     @property
     def _shown(self) -> tuple[str, ...]:

@@ -90,9 +90,8 @@ class CrossEntropyLoss(TorchLikeLoss):
 
     Both sums are over the elements of all ranks that are not ignored; with probabilities as targets the divisor is
     their number. Other than in torch, ignored elements may have NaN for logits. A class with a probability of 0 may
-    have the logit -inf, as the padding of a list: it adds 0, and smoothing spreads over the others. Half precision is
-    returned in float32. Class indices may be floats that are whole numbers. Inputs (N, 1), whose loss is always 0,
-    inputs (C,), and weights that are negative or not finite raise.
+    have the logit -inf, as the padding of a list: it adds 0, and smoothing spreads over the others. Class indices may
+    be floats that are whole numbers. Inputs (N, 1), whose loss is always 0, and inputs (C,) raise.
 
     Args:
         weight: (C,) weights of the classes, >= 0, the same on every rank; None for all 1. A buffer, as in torch.
@@ -145,7 +144,6 @@ class CrossEntropyLoss(TorchLikeLoss):
             raise ValueError(expected("weight", "shape (C,), one weight per class", weight))
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses, or their sum, and their divisor."""
         x, y, valid, checks = self._checked(inputs, targets)
         shape = (*x.shape[:1], *x.shape[2:])
         weight, counted = self._weights_of(x), valid
@@ -220,8 +218,8 @@ class BCEWithLogitsLoss(TorchLikeLoss):
 
     .. math:: L = -\frac{1}{n} \sum_i w_i \left(p \, y_i \log \sigma(x_i) + (1 - y_i) \log (1 - \sigma(x_i))\right)
 
-    with p the ``pos_weight`` and n the number of elements of all ranks. Half precision is returned in float32. A logit
-    of -inf with the target 0, and of inf with 1, adds 0, where torch gives NaN.
+    with p the ``pos_weight`` and n the number of elements of all ranks. A logit of -inf with the target 0, and of inf
+    with 1, adds 0, where torch gives NaN.
 
     Args:
         weight: >= 0, broadcast to the shape of the inputs, such as (C,); the same on every rank; None for all 1. A
@@ -267,7 +265,6 @@ class BCEWithLogitsLoss(TorchLikeLoss):
         self._set_weights(class_weight, weight=weight, pos_weight=pos_weight)
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses, or their sum, and their divisor."""
         targets = targets_as(inputs, targets)
         checks = soft_target_checks(targets, self.validate_args)
         x = inputs.to(compute_dtype(inputs.dtype))

@@ -193,5 +193,4 @@ class SigmoidFocalLoss(SummedLoss):
         self.alpha, self.gamma = alpha, gamma
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses and their divisor."""
         return _elements(inputs, targets, self.alpha, self.gamma, self.reduction, sample_weight, self.validate_args)

@@ -228,7 +228,6 @@ class SoftmaxFocalLoss(SummedLoss):
         self.ignore_index, self.background_class = ignore_index, background_class
 
     def elements(self, inputs: Tensor, targets: Tensor, sample_weight: Tensor | None) -> Elements:
-        """Return this rank's element losses and their divisor."""
         return _elements(inputs, targets, self, sample_weight, self.validate_args)
 
     def _arguments(self) -> dict[str, object]:
