@@ -443,8 +443,8 @@ def recall_at_quantile(
             negatives = [row for row in problem if not row.positive]
             if not negatives:
                 return None, {}
-            tilt = _tilt_of_budget(positives, negatives, 1.0, quantile)
-            return _weighted_mean([_soft_maximum(i, negatives, 1.0, tilt) for i in positives], positives), {}
+            tilt = tilt_of_budget(positives, negatives, 1.0, quantile)
+            return _weighted_mean(_soft_maxima(positives, negatives, 1.0, tilt), positives), {}
         level = upper_level(
             [row.score.item() for row in problem], quantile, quantile_interpolation, [row.mass for row in problem]
         )
@@ -520,8 +520,8 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     if band.surrogate == "dro" and not rivals:
         return None, dict(NO_STATS)
     if band.surrogate == "dro":
-        tilt = _tilt_of_budget(numerator, rivals, tau, band.beta) if band.dro_lambda is None else band.dro_lambda
-        chances = [_soft_maximum(i, rivals, tau, tilt) for i in numerator]
+        tilt = tilt_of_budget(numerator, rivals, tau, band.beta) if band.dro_lambda is None else band.dro_lambda
+        chances = _soft_maxima(numerator, rivals, tau, tilt)
     elif band.surrogate == "pairwise":
         parts = torch.tensor([j.mass for j in in_band], dtype=torch.float64) / sum(j.mass for j in in_band)
         chances = [torch.sigmoid((i.score - _column(in_band)) / tau) @ parts for i in numerator]
@@ -547,7 +547,7 @@ def _pauc(problem: Problem, band: Band) -> tuple[Tensor | None, dict[str, float]
     return mean_chance if band.surrogate == "dro" else 1 - mean_chance, stats
 
 
-def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, budget: float) -> float:
+def tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, budget: float) -> float:
     """Return the 1/m with which the perplexity of the weights for the mean positive is nearest to the budget."""
     finite = [j.score.item() for j in negatives if math.isfinite(j.score.item())]
     if not finite:
@@ -558,8 +558,10 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
     losses = [max(d, 0.0) + math.log1p(math.exp(-abs(d))) for d in differences]
 
     def distance(m: int) -> float:
-        weights = [j.mass * math.exp(m * (loss - max(losses))) for j, loss in zip(negatives, losses)]
-        shares = [weight / sum(weights) for weight in weights]
+        highest = max(losses)
+        weights = [j.mass * math.exp(m * (loss - highest)) for j, loss in zip(negatives, losses)]
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
         # Of a negative of mass k as k negatives, each with the k-th part of its share.
         entropy = -sum(share * math.log(share / j.mass) for j, share in zip(negatives, shares) if share > 0)
         return entropy - math.log(budget * sum(j.mass for j in negatives))
@@ -570,11 +572,12 @@ def _tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bu
     return 1 / min(ends, key=lambda m: abs(distance(m)))
 
 
-def _soft_maximum(i: Row, negatives: list[Row], scale: float, tilt: float) -> Tensor:
-    """Return lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
-    losses = -torch.nn.functional.logsigmoid((i.score - _column(negatives)) / scale)
-    masses = torch.tensor([j.mass for j in negatives], dtype=torch.float64)
-    return tilt * (torch.logsumexp(losses / tilt + masses.log(), dim=0) - masses.sum().log())
+def _soft_maxima(positives: list[Row], negatives: list[Row], scale: float, tilt: float) -> list[Tensor]:
+    """Return, for each i, lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
+    scores, masses = _column(negatives), torch.tensor([j.mass for j in negatives], dtype=torch.float64)
+    logs = (masses / masses.sum()).log()
+    losses = (-torch.nn.functional.logsigmoid((i.score - scores) / scale) for i in positives)
+    return [tilt * torch.logsumexp(each / tilt + logs, dim=0) for each in losses]
 
 
 def _rates(band: Band) -> list[Fraction]:

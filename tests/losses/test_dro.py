@@ -7,8 +7,10 @@ import math
 
 import loss_cases as cases
 import pytest
+import reference
 import torch
 from loss_cases import INPUTS
+from reference import Rows
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -150,28 +152,12 @@ def test_chunks_of_pairs_and_blocks_of_powers(monkeypatch: pytest.MonkeyPatch, l
         hardness = module.current_hardness
 
 
-def by_definition(
-    scores: Tensor, positive: Tensor, mass: Tensor, budget: float, tilt: float | None
-) -> tuple[Tensor, float]:
-    """Return the loss of one class, pair by pair, and lambda; a negative of mass k stands for k of them."""
-    shares, of_rivals = mass[positive] / mass[positive].sum(), mass[~positive] / mass[~positive].sum()
-    rivals, own = scores[~positive], scores[positive]
-
-    def losses(x: Tensor) -> Tensor:
-        return -torch.nn.functional.logsigmoid(x - rivals)
-
-    def distance(m: int) -> float:
-        p = torch.softmax(m * losses(mean) + of_rivals.log(), dim=0)
-        entropy = -torch.where(p > 0, p * (p / mass[~positive]).log(), 0.0).sum()
-        return float(entropy) - math.log(budget * float(mass[~positive].sum()))
-
-    if tilt is None:
-        with torch.no_grad():
-            mean = (own.clamp(rivals.min(), rivals.max()) * shares).sum()
-            too_many = [m for m in range(1, 13) if distance(m) > 1e-9]
-            ends = [*too_many[-1:], *[m for m in range(1, 13) if m not in too_many][:1]]
-            tilt = 1 / min(ends, key=lambda m: abs(distance(m)))
-    return tilt * torch.logsumexp(losses(own[:, None]) / tilt + of_rivals.log(), dim=1) @ shares, tilt
+def tilt_of(rows: Rows) -> float:
+    """Return lambda as the budget of 0.05 determines it."""
+    (problem,) = reference.problems(rows)
+    problem = [row._replace(mass=row.weight) for row in problem]
+    parts = ([row for row in problem if row.positive == is_positive] for is_positive in (True, False))
+    return reference.tilt_of_budget(*parts, 1.0, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +176,18 @@ def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.Monk
         logits[case % 2] += (0, 50, -50)[case % 3] * spread
         logits = logits.float().double()
         for tilt in (None, 1.0, 0.2, 1 / 12, 0.01) if form != "pairs" else (1.0, 0.2, 0.7, 3.0):
-            leaf = logits.clone().requires_grad_()
-            expected, found = by_definition(leaf, positive, weight.double(), 0.05, tilt)
-            expected.backward()
+            rows = cases.leaf(Rows(logits[:, None], positive.long(), None, None if case % 2 else weight))
+            expected = reference.pauc_at_budget(rows, beta=0.05, dro_lambda=tilt).loss
+            (exact,) = torch.autograd.grad(expected, rows.logits)
             module = PAUCAtBudgetLoss(beta=0.05, dro_lambda=tilt)
-            given = positive.long(), None if case % 2 else weight
+            given = rows.targets, rows.sample_weight
             value, gradient = cases.step(module, logits, given[0], sample_weight=given[1])
-            assert module.current_hardness == found
+            hardness = module.current_hardness
+            assert hardness == (tilt_of(rows) if tilt is None else tilt)
             # A few rounding errors of exponents as large as the distances, and of sums.
             error = 2.0**-52 * (16 + float(logits.abs().max()))
             assert abs(value - expected) <= error * expected
-            assert (gradient - leaf.grad).norm() <= 16 * error / found * leaf.grad.norm()
+            assert (gradient - exact[:, 0]).norm() <= 16 * error / hardness * exact.norm()
             _, single = cases.step(module, logits.float(), given[0], sample_weight=given[1])
             assert torch.equal(single, gradient.float())
 
@@ -227,13 +214,13 @@ def test_rows_beyond_the_exponentials(form: str, monkeypatch: pytest.MonkeyPatch
     for gap in (30.0, 699.0, 710.0, 746.0, 1e4):
         for end in (gap, -gap):
             scores = torch.tensor([end, 0.3, 0.2, 0.0, -gap], dtype=torch.float64)
-            leaf, rows = scores.clone().requires_grad_(), targets == 1
-            expected, _ = by_definition(leaf, rows, torch.ones(5, dtype=torch.float64), 0.005, 0.25)
-            expected.backward()
+            rows = cases.leaf(Rows(scores[:, None], targets))
+            expected = reference.pauc_at_budget(rows, dro_lambda=0.25).loss
+            (exact,) = torch.autograd.grad(expected, rows.logits)
             value, gradient = with_gradient(scores, targets, 0.25)
             assert_close(value, expected.detach(), rtol=1e-14, atol=0)
             # The definition rounds exponents of up to 4 * gap.
-            assert_close(gradient, leaf.grad, rtol=2.0**-50 * 4 * gap, atol=1e-15)
+            assert_close(gradient, exact[:, 0], rtol=2.0**-50 * 4 * gap, atol=1e-15)
 
 
 @of_forms
