@@ -574,10 +574,9 @@ def tilt_of_budget(numerator: list[Row], negatives: list[Row], scale: float, bud
 
 def _soft_maxima(positives: list[Row], negatives: list[Row], scale: float, tilt: float) -> list[Tensor]:
     """Return, for each i, lambda log mean over the negatives j of exp(log(1 + exp((x_j - x_i) / s)) / lambda)."""
-    scores, masses = _column(negatives), torch.tensor([j.mass for j in negatives], dtype=torch.float64)
-    logs = (masses / masses.sum()).log()
-    losses = (-torch.nn.functional.logsigmoid((i.score - scores) / scale) for i in positives)
-    return [tilt * torch.logsumexp(each / tilt + logs, dim=0) for each in losses]
+    masses = torch.tensor([j.mass for j in negatives], dtype=torch.float64)
+    losses = -torch.nn.functional.logsigmoid((_column(positives)[:, None] - _column(negatives)) / scale)
+    return [*(tilt * torch.logsumexp(losses / tilt + (masses / masses.sum()).log(), dim=1))]
 
 
 def _rates(band: Band) -> list[Fraction]:

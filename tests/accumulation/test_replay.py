@@ -555,8 +555,9 @@ def test_a_window_that_fails_can_be_repeated(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_difference_of_replays(dtype: torch.dtype) -> None:
     inf, nan = float("inf"), float("nan")
-    first = torch.tensor([1.0, inf, -inf, nan, 2.0], dtype=dtype)
+    first = torch.tensor([1.0, inf, -inf, nan, -2.0], dtype=dtype)
     assert compare_scores(first, first) == (0, 2)
+    assert compare_scores(first[1:4], first[1:4]) == (0, 0)
     for index, value in [(0, nan), (1, -inf), (1, 1.0), (2, nan), (3, 1.0), (4, inf)]:
         again = first.clone()
         again[index] = value

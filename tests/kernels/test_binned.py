@@ -282,11 +282,12 @@ def test_the_default_device_is_not_kept_in_the_tables():
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e37), (torch.float64, 1e307)])
+@pytest.mark.parametrize("shift", [0.0, 9.0])
 @pytest.mark.parametrize("num_classes", [1, 2])
-def test_scores_that_are_infinite_in_units_of_the_bins(dtype, scale, num_classes):
-    """Every pair is then far apart: the exact average precision."""
+def test_scores_that_are_infinite_in_units_of_the_bins(dtype, scale, num_classes, shift):
+    """Every pair is then far apart: the exact average precision. After the shift both ends are the same infinity."""
     generator = torch.Generator().manual_seed(0)
-    scores = (torch.randn(num_classes, 3_000, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    scores = (shift + torch.randn(num_classes, 3_000, generator=generator, dtype=torch.float64)).mul(scale).to(dtype)
     positive = torch.rand(num_classes, 3_000, generator=generator) < 0.3
     direct, binned = (smooth_ap_sums(scores, positive, None, None, 0.01, way)[0] for way in ("direct", "binned"))
     # Direct sums are in the dtype of the scores: a thousand terms.

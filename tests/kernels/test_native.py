@@ -722,7 +722,7 @@ def test_the_same_bits_with_any_instructions(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
-    """Neither of addresses nor of undefined behaviour, in 100 calls; the control allocates too little."""
+    """Neither of addresses nor of undefined behaviour, in 40 calls; the control allocates too little."""
     asked = [f"-print-file-name={name}" for name in ("libasan.so", "libubsan.so")] if shutil.which("gcc") else []
     libraries = [subprocess.check_output(["gcc", option], text=True).strip() for option in asked]
     if not libraries or not all(Path(library).is_absolute() for library in libraries):
@@ -732,7 +732,7 @@ def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
         (tmp_path / "kernels/native").mkdir(parents=True)
         (tmp_path / "kernels/native/sums.c").write_text(text.replace("(9 * (num_rows)", "(2 * (num_rows)"), "utf-8")
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    run = driven(tmp_path, "clean", 100, "-O0", "-g", *sanitizers, "-DMANY=")
+    run = driven(tmp_path, "clean", 40, "-O0", "-g", *sanitizers, "-DMANY=")
     assert ("AddressSanitizer" in run.stderr) == is_control, run.stderr
     assert (run.returncode == 0) == (not is_control), run.stdout + run.stderr
 

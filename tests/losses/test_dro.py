@@ -175,7 +175,7 @@ def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.Monk
         logits = logits.round() if case % 3 == 0 else logits
         logits[case % 2] += (0, 50, -50)[case % 3] * spread
         logits = logits.float().double()
-        for tilt in (None, 1.0, 0.2, 1 / 12, 0.01) if form != "pairs" else (1.0, 0.2, 0.7, 3.0):
+        for tilt in (None, 1.0, 1 / 12, 0.01) if form != "pairs" else (1.0, 0.2, 0.7, 3.0):
             rows = cases.leaf(Rows(logits[:, None], positive.long(), None, None if case % 2 else weight))
             expected = reference.pauc_at_budget(rows, beta=0.05, dro_lambda=tilt).loss
             (exact,) = torch.autograd.grad(expected, rows.logits)

@@ -93,10 +93,12 @@ IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]])
 CALLS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": ({"reduction": "sum"}, lambda x, y: by_rows(x, y, 1)),
     "count": ({"num_items": 7}, lambda x, y: by_rows(x, y, 7)),
+    "count in a tensor": ({"num_items": torch.tensor([3.5])}, lambda x, y: by_rows(x, y, 3.5)),
     "shifted": ({"shift": False}, lambda x, y: by_rows(x, y, None, shift=False)),
     "documents": ({"document_ids": IDS, "reduction": "sum"}, lambda x, y: by_documents(x, y, IDS)),
     "ignored": ({"ignore_index": 3}, lambda x, y: by_rows(x, y.where(y > 3, -100), None)),
     "one sequence": ({"reduction": "mean"}, lambda x, y: by_rows(x, y, None)),
+    "more dimensions": ({"num_items": torch.tensor(7)}, lambda x, y: by_rows(x, y, 7)),
 }
 
 
@@ -106,6 +108,8 @@ def test_the_arguments_of_both_forms(name: str) -> None:
     (hidden, weight, _), labels = make()
     if name == "one sequence":
         hidden, labels = hidden[1], labels[1]
+    if name == "more dimensions":
+        hidden, labels = hidden[:, None], labels[:, None]
     labels = labels.clamp_min(3) if name == "ignored" else labels
     (settings, definition), logits = CALLS[name], hidden @ weight.T
     expected = definition(logits, labels)
@@ -488,15 +492,6 @@ def test_ranks_that_share_a_vocabulary_raise_together(rank: int, verb: str) -> N
 # The form with logits, token by token
 
 
-def make_logits(shape: tuple[int, ...] = (3, 7)) -> tuple[Tensor, Tensor]:
-    """Return logits (*shape, V) and labels, some of them ignored."""
-    generator = torch.Generator().manual_seed(len(shape))
-    logits = torch.randn(*shape, SIZE, dtype=torch.float64, generator=generator)
-    labels = torch.randint(0, SIZE, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 0.3] = -100
-    return logits.requires_grad_(), labels
-
-
 def by_rows(logits: Tensor, labels: Tensor, num_items: float | None, shift: bool = True) -> Tensor:
     total, count = logits.new_zeros(()), 0
     sequences = zip(logits.reshape(-1, *logits.shape[-2:]), labels.reshape(-1, labels.shape[-1]))
@@ -509,27 +504,9 @@ def by_rows(logits: Tensor, labels: Tensor, num_items: float | None, shift: bool
     return total / ((num_items if num_items is not None else count) or 1)
 
 
-@pytest.mark.parametrize("shift", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "num_items"),
-    [((3, 7), None), ((3, 7), torch.tensor([3.5])), ((7,), 5), ((2, 2, 5), 2.5), ((2, 1), torch.tensor(7))],
-)
-def test_each_token_counts(shape: tuple[int, ...], num_items: Tensor | float | None, shift: bool) -> None:
-    logits, labels = make_logits(shape)
-    number = num_items.item() if isinstance(num_items, Tensor) else num_items
-    expected = by_rows(logits, labels, number, shift)
-    loss = causal_lm_loss(logits, labels, num_items=num_items, shift=shift)
-    assert loss.shape == ()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    found = torch.autograd.grad(loss, logits)[0]
-    wanted = torch.autograd.grad(expected, logits)[0] if expected.requires_grad else torch.zeros_like(logits)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
-
-
 @pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.uint8])
 def test_labels_of_any_integer_dtype(kind: torch.dtype) -> None:
-    logits, labels = make_logits()
-    labels = labels.clamp_min(0)
+    logits, labels = normal(2, 7, SIZE), make()[1].clamp_min(0)
     assert causal_lm_loss(logits, labels.to(kind)) == causal_lm_loss(logits, labels)
 
 
@@ -553,7 +530,7 @@ def test_no_document_predicts_the_next() -> None:
 
 
 def test_the_call_of_transformers() -> None:
-    logits, labels = make_logits()
+    logits, labels = normal(2, 7, SIZE), make()[1]
     expected = causal_lm_loss(logits, labels, num_items=9)
     call: dict[str, Any] = {"vocab_size": SIZE, "num_items_in_batch": torch.tensor(9), "output_router_logits": 1}
     assert torch.equal(causal_lm_loss(logits=logits, labels=labels, **call), expected)

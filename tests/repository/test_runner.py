@@ -153,7 +153,7 @@ def test_killed_it_leaves_what_it_has_measured(tmp_path: Path) -> None:
     process = subprocess.Popen([*command, "--budget", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
     file, parts = tmp_path / "gpu.json", {}
     try:
-        while process.poll() is None and len(parts) < 2:
+        while process.poll() is None and parts.get("environment", {"status": "running"})["status"] == "running":
             time.sleep(0.05)
             parts = json.loads(file.read_text())["parts"] if file.exists() else {}
     finally:
