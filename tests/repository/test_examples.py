@@ -99,7 +99,7 @@ def test_the_verdict_follows_the_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["pairs", "rare", "tokens", "moving"])
+@pytest.mark.parametrize("name", ["pairs", pytest.param("rare", marks=pytest.mark.full), "tokens", "moving"])
 def test_a_program_to_start_from(name: str, alone: bool, tmp_path: Path) -> None:
     """The page has the file, which prints on two processes what the page says, and alone the same."""
     ((code, expected),) = pages.printing_blocks(f"start/{name}.md")
