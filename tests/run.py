@@ -1,8 +1,8 @@
 """Run the tests and the checks as jobs, as many at a time as there are cores, and end with the sum of their counts.
 
-A server imports torch once and forks each folder of tests as a pytest process, and the workers of all of them. In the
-fast tests several folders share a process. What a job prints is shown when it ends. Further arguments are passed on to
-pytest::
+A server imports torch once and forks each folder of tests as a pytest process, and the workers of all of them. Small
+folders share a process, in the fast tests all do. What a job prints is shown when it ends. Further arguments are passed
+on to pytest::
 
     python tests/run.py                all tests but those marked `full` (see tests/pytest.ini)
     python tests/run.py --quick -x     the fast tests
@@ -38,14 +38,16 @@ NOTHING_COLLECTED = 5  # pytest's exit status, which is no failure for a part of
 
 # The order in which jobs start, the longest first; a folder that is not here comes after them.
 FIRST = ["types", "losses", "conformance", "repository", "distributed", "kernels", "integrations", "docs"]
-FIRST += ["accumulation", "preflight", "large"]
-# What shares a process in the fast tests, where starting pytest and its workers takes as long as the tests of a folder.
+FIRST += ["accumulation", "gradients", "preflight", "metrics"]
+# What shares a process, where starting pytest and its workers takes as long as the tests of a folder: of the fast tests
+# all, of the others the small folders.
 TOGETHER = [
     ["distributed", "gradients", "large", "queues"],
     ["conformance", "accumulation"],
     ["repository", "data", "integrations", "preflight"],
     ["kernels", "metrics", "tests"],
 ]
+SMALL = [["gradients", "large", "queues", "data"], ["metrics", "tests"]]
 
 # The fast tests on other processors, with other numbers of threads, and without the help of the tests before: each
 # capability and each number once, not their product. Threads that wait for each other give their core away: there are
@@ -131,7 +133,7 @@ def test_jobs(quick: bool) -> list[Job]:
     folders = sorted({path.parent for path in TESTS.rglob("test_*.py")} - {TESTS})
     paths = {folder.relative_to(TESTS).as_posix(): [str(folder)] for folder in folders}
     paths["tests"] = [str(path) for path in sorted(TESTS.glob("test_*.py"))]
-    together = TOGETHER if quick else []
+    together = TOGETHER if quick else SMALL
     alone = [[name] for name in paths if all(name not in names for names in together)]
     return [Job(" ".join(names), [path for name in names for path in paths[name]]) for names in [*together, *alone]]
 
