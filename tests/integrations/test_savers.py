@@ -15,7 +15,6 @@ import integration_cases as cases
 import pytest
 import torch
 from loss_cases import FORMS, normal
-from on_ranks import slow_but
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from workers import WorkerPool
@@ -297,38 +296,6 @@ def test_the_next_losses_are_those_of_the_saved_model(name: str, saver: str, tmp
     wanted = steps(model, 4, 5, 6)
     assert steps(loaded, 4, 5, 6) == wanted
     assert steps(without, 4, 5, 6) != wanted
-
-
-@pytest.mark.parametrize("name", slow_but(("smooth_ap", "warm-up"), MODULES, pytest.mark.full))
-def test_the_trainer_resumes(name: str, tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    def run(resume: str | None, steps_: int = 4) -> Any:
-        cases.reset_accelerate()
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=steps_, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
-            per_device_train_batch_size=SIZE, learning_rate=1e-2, logging_strategy="no",
-        )  # fmt: skip
-        data = [{key: value[row] for key, value in rows(index).items()} for index in range(4) for row in range(SIZE)]
-        model = make_model(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the frameworks
-            Trainer(model=model, args=arguments, train_dataset=data).train(resume_from_checkpoint=resume)
-        return model
-
-    through = run(None)
-    checkpoint = tmp_path / "checkpoint-2"
-    again = run(str(checkpoint))
-    for one, other in zip(through.parameters(), again.parameters()):
-        assert torch.equal(one, other)
-    wanted = steps(through, 4, 5)
-    assert steps(again, 4, 5) == wanted
-    if any("saved_" in key and key.endswith(("numbers", "step")) for key in through.state_dict()):
-        from safetensors.torch import load_file, save_file  # the control: a checkpoint without the state of the loss
-
-        path = checkpoint / "model.safetensors"
-        save_file({k: v for k, v in load_file(path).items() if "saved_" not in k}, path, metadata={"format": "pt"})
-        assert steps(run(str(checkpoint)), 4, 5) != wanted
 
 
 FRAMEWORK = ["transformers.modeling_utils"]

@@ -38,7 +38,7 @@ def cross_entropy(block: Block) -> Tensor:
     return F.cross_entropy(block.scores, block.positives, reduction="none")
 
 
-MARGIN, OPTIONS = 0.1, {"margin": 0.1, "queue_size": 16}
+OPTIONS = {"margin": 0.1, "queue_size": 16}
 KINDS: dict[str, Callable[..., Any]] = {
     "one way": partial(InfoNCELoss, 0.2, learn_temperature=True, **OPTIONS),
     "symmetric": partial(InfoNCELoss, 0.2, symmetric=True, learn_temperature=True, **OPTIONS),

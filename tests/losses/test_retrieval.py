@@ -75,9 +75,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-14}
 COSINES = {"rtol": 1e-12, "atol": 1e-13}
 REDUCTIONS = ["mean", "sum", "none"]
 
-over_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
-
-
 # --- rows grouped by indexes -----------------------------------------------------------------------------------------
 
 
@@ -136,21 +133,6 @@ def test_queries_equal_the_reference(kind: str, weighted: bool, reduction: str, 
         assert_close(loss.cpu(), expected.loss, equal_nan=True, **EXACT)
         assert_close(cases.gradient(loss, rows.logits).cpu(), theirs, **EXACT)
     assert reduction == "none" or abs(float(alone.detach()) - float(expected.loss.detach())) > 1e-3
-
-
-def test_controls_of_queries() -> None:
-    """One query of all rows, queries of neighbouring rows, ignored rows as negatives, all queries: other numbers."""
-    (logits, targets, *_), indexes = make_queries()
-    ours = smooth_ap(logits, targets, 0.3, indexes=indexes)
-    neighbours = torch.arange(indexes.numel()) * 14 // indexes.numel()
-    values = smooth_ap(logits, targets, 0.3, "none", indexes=indexes)
-    wrong = {
-        "one query": smooth_ap(logits, targets, 0.3),
-        "neighbours": smooth_ap(logits, targets, 0.3, indexes=neighbours),
-        "ignored rows": smooth_ap(logits, targets.clamp_min(0), 0.3, indexes=indexes),
-        "queries that are not valid": values.nansum() / values.numel(),
-    }
-    assert [name for name, value in wrong.items() if abs(ours - value) < 1e-3] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)

@@ -651,9 +651,9 @@ def test_weights_over_ranks(rank):
 
 
 def queried_rows(weighted):
-    """Rows of 40 queries of 1 to 30 rows with ties, some without a positive or a negative, in no order."""
+    """Rows of 16 queries of 1 to 30 rows with ties, some without a positive or a negative, in no order."""
     generator = torch.Generator().manual_seed(0)
-    indexes = torch.cat([torch.full((1 + 7 * q % 30,), 3 * q - 50) for q in range(40)])
+    indexes = torch.cat([torch.full((1 + 7 * q % 30,), 3 * q - 20) for q in range(16)])
     scores = torch.randint(-9, 9, indexes.shape, generator=generator) / 4.0
     targets = (torch.rand(len(indexes), generator=generator) < 0.3).long()
     weights = torch.randint(0, 4, indexes.shape, generator=generator).double() if weighted else None
@@ -720,7 +720,7 @@ def test_values_of_queries_are_those_of_loops_and_of_scikit_learn(name, weighted
         targets = targets * (1 + indexes % 3 + torch.arange(len(targets)) % 2)
     for x in (scores, scores + torch.linspace(0, 0.1, len(scores))):
         expected = by_queries(of_query, x, targets, indexes, weights, needs_both=is_area)
-        assert 0 < expected.isnan().sum() < 20
+        assert 0 < expected.isnan().sum() < 10
         for average, value in ((None, expected), ("macro", expected.nanmean())):
             metric = make(average=average)
             for part in (slice(0, 77), slice(77, None)):

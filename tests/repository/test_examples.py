@@ -16,7 +16,6 @@ from scripts import Done, imported, run_script
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DOCS = EXAMPLES.parent / "docs"
 PROVED = {
     "cross-entropy",
     "weighted cross-entropy",
