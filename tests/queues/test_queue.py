@@ -31,20 +31,9 @@ def contents(queue: MemoryQueue) -> list[float]:
     return sorted(queue.rows().logits[:, 0].tolist())
 
 
-@pytest.mark.parametrize("sizes", [[1] * 9, [3, 3, 3], [4, 5], [9], [2, 7], [0, 9, 0]])
-def test_the_last_rows_are_kept(sizes: list[int]) -> None:
-    """Wrap-around, batches of the capacity and beyond it."""
-    queue, first = MemoryQueue(4, 1), 0
-    for size in sizes:
-        queue.enqueue(*rows(first, size))
-        first += size
-    assert len(queue) == 4
-    assert contents(queue) == [5.0, 6.0, 7.0, 8.0]
-    assert torch.equal(queue.rows().targets, queue.rows().logits[:, 0].long() % 2)
-
-
 @pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8])
-def test_two_parts_leave_what_one_batch_would(capacity: int) -> None:
+def test_the_last_rows_are_kept_in_one_batch_or_in_parts(capacity: int) -> None:
+    """Wrap-around, batches of the capacity and beyond it."""
     logits, targets = rows(0, 7)
     for cut in range(8):
         whole, parts = MemoryQueue(capacity, 1), MemoryQueue(capacity, 1)
@@ -54,6 +43,8 @@ def test_two_parts_leave_what_one_batch_would(capacity: int) -> None:
         assert torch.equal(whole.rows().logits, parts.rows().logits)  # the order in storage too
         assert whole.position == parts.position
         assert torch.equal(whole.checksum, parts.checksum)
+        assert contents(parts) == [*map(float, range(7))][-capacity:]
+        assert torch.equal(parts.rows().targets, parts.rows().logits[:, 0].long() % 2)
 
 
 def mixed(value: int) -> int:
