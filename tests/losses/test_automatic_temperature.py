@@ -104,9 +104,6 @@ def numbered(name: str, temperature: float) -> Callable[..., Tensor]:
     return lambda logits, targets: FORMS[name].call()(logits, targets, temperature=temperature)
 
 
-# --- scale and shift -------------------------------------------------------------------------------------------------
-
-
 # --- degenerate scores -----------------------------------------------------------------------------------------------
 
 N = 400
