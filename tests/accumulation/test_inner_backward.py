@@ -151,13 +151,6 @@ HABITS: dict[str, Any] = {  # wrapper and its options, what is called in the fir
     "penalty": ("plain", {}, None, nn.Module.zero_grad, _with_penalty),
     "views of buckets": ("ddp", {"gradient_as_bucket_view": True}, None, _zeros, sum_loss),
     "unused parameters": ("ddp", {"find_unused_parameters": True}, None, _zeros, sum_loss),
-    "views and unused": (
-        "ddp",
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        _zeros,
-        _clip,
-        sum_loss,
-    ),
 }
 
 

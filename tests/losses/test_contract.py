@@ -219,6 +219,7 @@ ADVICE: dict[str, Callable[[], object]] = {
     r"labels: .*as_tensor\(numpy\.unique\(labels, return_inverse=True\)\[1\]\)": lambda: SupConLoss()(
         LOGITS, numpy.array(["a", "b"] * 4)
     ),
+    "at most 1000 with exponential gain": lambda: NDCGLoss(gain="exponential")(ONES, TARGETS + 2000),
     r"argument 'sel'$": lambda: SmoothAPLoss(sel=3),
     r"keys: expected shape .*If these are labels, use SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS),
     r"keys: expected shape .*got a float32.*SupConLoss": lambda: InfoNCELoss()(LOGITS, TARGETS.float()),

@@ -174,12 +174,6 @@ def test_infinite_rows_and_nan() -> None:
     assert values.isnan().sum() == 1
 
 
-def test_what_is_refused() -> None:
-    scores, relevance, _ = rows_of(30)
-    with pytest.raises(ValueError, match="at most 1000 with exponential gain"):
-        NDCGLoss(gain="exponential")(scores, relevance.clamp_min(0) + 2000)
-
-
 def test_unchecked_relevance_below_zero_is_a_gain_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many rows with whole numbers too, which are counted where none is below zero."""
     scores, relevance = torch.arange(5.0).double(), torch.tensor([-1, 4, -2, 3, 1])
