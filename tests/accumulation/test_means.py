@@ -190,6 +190,7 @@ DIVIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the losses of a mi
     "number": lambda x, mask: ((x * mask).sum() / int(mask.sum())).double(),
     "reciprocal": lambda x, mask: (x * mask).sum() * mask.sum().reciprocal(),
     "one divisor": lambda x, mask: (x * mask).sum() / 3,  # may have any reason: the control
+    "a divisor with a gradient": lambda x, mask: (x * mask).sum() / mask.sum().requires_grad_(),
     "undone": lambda x, mask: (x * mask).sum() / mask.sum() * mask.sum(),
 }
 
@@ -214,7 +215,7 @@ def test_a_sum_divided_by_its_own_count_is_a_mean(rank: int, name: str, kind: st
 
     for _ in range(2):
         kind_of_error, text = common_error(partial(run, False))
-        if name in ("one divisor", "undone"):
+        if name in ("one divisor", "a divisor with a gradient", "undone"):
             assert kind_of_error == "none", text
             continue
         assert kind_of_error == "ValueError"
