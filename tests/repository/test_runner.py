@@ -146,7 +146,7 @@ TESTS = Path(__file__).resolve().parents[1]
 SCRIPT = TESTS.parent / "benchmarks" / "gpu.py"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_killed_it_leaves_what_it_has_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--out", str(tmp_path)]
