@@ -290,8 +290,6 @@ def _loss(change: Callable[[Any, Tensor, Any], Any], kind: str, text: str) -> Fa
 # Before the second pass, with the gradients as they were.
 POOLED = {
     "engine of DeepSpeed": _ENGINE,
-    "none": passed("batches", [], "ValueError", "failed on rank 1: micro_batches: expected at least one micro-batch"),
-    "generator": changed("batches", iter, "TypeError", "failed on rank 1: micro_batches: expected a list"),
     "unequal, each": changed("batches", _two, "ValueError", "every rank, got 3 on rank 0, 2 on rank 1", sync="each"),
     "unequal": changed("batches", _two, "ValueError", "micro_batches: expected the same number on every rank, got 3"),
     "sync": passed("sync", "never", "ValueError", "failed on rank 1: sync: expected one of"),

@@ -388,7 +388,6 @@ def test_what_is_not_finite_on_one_rank_raises_on_all(rank: int, case: str, norm
 
 BAD = {
     "norm_type": ("ValueError", "norm_type: expected a number > 0, or inf, got 0."),
-    "max_norm": ("ValueError", "max_norm: expected a number >= 0, or None to measure only, got -1.0."),
     "foreign group": ("ValueError", "shard_groups(two_d): expected a group with this rank in it"),
     "foreign across": ("ValueError", "across: expected a group with this rank in it"),
     "across is no group": ("TypeError", "across: expected a ProcessGroup, a DeviceMesh or None, got 'p'."),
@@ -433,7 +432,6 @@ def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
             by_name.grad = DTensor.from_local(draw(1, 4), mesh_of("dp", "tp")["tp"], [Replicate()])
         changes: dict[str, Any] = {
             "norm_type": {"norm_type": 0},
-            "max_norm": {"max_norm": -1.0},
             "foreign group": {"shard_groups": lambda p: strangers if p is parameters[0][1] else None},
             "foreign across": {"across": strangers},
             "across is no group": {"across": "pp"},
