@@ -96,7 +96,7 @@ SHARED = {
     "group": Argument(
         lambda: dist.group.WORLD, [], ["world"], apart="A process that names another group cannot be asked."
     ),
-    "gradient_reduction": Argument("sum", ["max", 0]),
+    "gradient_reduction": Argument("sum", ["max", 0, -1, 1.5, True, None]),
     "validate_args": Argument(False, apart="Whichever process checks, all raise."),
     "name": Argument("other", [], [1]),
 }

