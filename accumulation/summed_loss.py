@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def not_a_sum(
     loss: Tensor, fix: str, *name: Any, over_ranks: bool = True, may_be_mean: bool = False
 ) -> ValueError | None:
     """Return the error for a loss that its graph shows to be a mean, or ``over_ranks`` of all ranks; None for a sum."""
-    notes = {note for node in nodes_of(loss.grad_fn, through=WEIGHTED_SUM) for note in node.metadata}
+    notes = set[str]().union(*map(attrgetter("metadata"), nodes_of(loss.grad_fn, through=WEIGHTED_SUM)))
     if over_ranks and OVER_RANKS in notes:  # adding it would count the rows of all ranks again
         what, got = "the sum over this rank's terms", "a loss over the rows of all ranks"
         fix = "Set gather_distributed=False and sum up; for a ranking loss over the whole window use pooled_backward."

@@ -263,12 +263,14 @@ class MemoryQueue(SavedState):
 
     def _memory(self, written: Iterable[Any] = ()) -> list[Any]:
         """Return the ring, on the CPU as arrays, None for a tensor of ones. What is ``written`` is one no longer."""
-        used = self._written
-        used.update([place for place, new in enumerate(written) if new is not None])
-        ring = self._ring
-        if ring.logits.is_cpu:
-            return [rows.numpy() if place in used else None for place, rows in enumerate(ring)]
-        return [rows if place in used else None for place, rows in enumerate(ring)]
+        used, ring, memory = self._written, self._ring, list[Any]()
+        for place, new in enumerate(written):
+            if new is not None:
+                used.add(place)
+        is_host = ring.logits.is_cpu
+        for place, rows in enumerate(ring):
+            memory.append(None if place not in used else rows.numpy() if is_host else rows)
+        return memory
 
     def _hash_stored(self, ring: list[Any]) -> None:
         """Add the rows of :meth:`_memory` to the checksum that were stored after it was last read."""

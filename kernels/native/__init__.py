@@ -147,7 +147,7 @@ def _computes(
             if not address:
                 return False
         addresses.append(address)
-    split, results = len(given), [result.data_ptr() for result in made]
+    split, results = len(given), map(Tensor.data_ptr, made)
     return bool(FUNCTIONS[first.dtype][name](*addresses[:split], *numbers, *addresses[split:], *results))
 
 
@@ -268,8 +268,8 @@ def unit_rows(rows: Tensor) -> Tensor | None:
 
 def unit_gradient(rows: Tensor, unit: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
     """Return ``factor`` times the gradient of the rows (N, D) from that of their :func:`unit_rows`, or None."""
-    out, tensors = rows.new_empty(rows.shape), (rows.detach(), unit, gradient)
-    given = [(tensor.contiguous(), rows.dtype, rows.shape) for tensor in tensors]
+    out, tensors = rows.new_empty(rows.shape), map(Tensor.contiguous, (rows.detach(), unit, gradient))
+    given = [*zip(tensors, [rows.dtype] * 3, [rows.shape] * 3)]
     return out if _computes("unit_gradient", given, (*rows.shape, factor), out) else None
 
 
