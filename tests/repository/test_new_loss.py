@@ -66,7 +66,7 @@ def test_the_tests_of_all_losses_pass(copy: Path) -> None:
     others = "test_every_loss_is_checked or test_every_public or test_every_loss_has or has_the_defaults"
     text, counts = run_tests(copy, *folders, "-m", "not slow and not full", "-k", f"{NAME} or {others}")
     assert counts.keys() <= {"passed", "skipped"}, text
-    assert counts["passed"] > 80, text
+    assert counts["passed"] > 60, text
 
 
 def test_control_a_wrong_formula_fails(copy: Path) -> None:
