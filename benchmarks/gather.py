@@ -97,6 +97,7 @@ def measure(rank: int, cases: tuple[Case, ...], repeats: int) -> list[dict[str, 
 
 def measure_reduce_scatter(rank: int, cases: tuple[tuple[int, int], ...], repeats: int) -> list[dict[str, float]]:
     """Return the least seconds of a gather and its backward on one rank; torch's and ours take turns."""
+    warnings.simplefilter("ignore")  # torch 2.13 deprecates its gather
 
     def torchs(rows: Tensor) -> Tensor:
         return torch.cat(torch.distributed.nn.functional.all_gather(rows))
