@@ -133,7 +133,7 @@ class EmbeddingMetric(GatheredMetric):
         """Return the sums of the values of the queries (L,), and the number of valid ones after them, float64."""
         candidates, of_candidates = rows[keys], labels[keys]
         sums = torch.zeros(self.num_values + 1, dtype=torch.float64, device=rows.device)
-        for place, scores in blocks_of_scores(rows[queries], candidates, fewest=1):
+        for place, _, scores in blocks_of_scores(rows[queries], candidates, fewest=1):
             block = queries[place]
             scores.masked_fill_(block[:, None] == keys, -math.inf)  # a query does not rank itself
             right = (labels[block, None] == of_candidates) & (block[:, None] != keys)

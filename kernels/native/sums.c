@@ -50,7 +50,7 @@
 //   rows, unit, gradient      (rows, size), as given to unit_rows and as written by it
 //   factor                    any number
 //   out                       (rows, size), written
-//   returns 1, or 0 for sizes that do not fit
+//   returns 1, or 0 as unit_rows
 //
 // cross_entropy, sigmoid_of_pairs, cross_entropy_of_labels: the weighted sum of the losses of anchors, see
 // losses/embeddings; the gradient takes the place of the scores
@@ -94,7 +94,8 @@
 #define MOST 0x7fffffff  // rows, which places number; and classes times rows are less than 2^55
 #define FITS(num_classes, num_rows) \
   ((num_rows) > 0 && (num_rows) <= MOST && (num_classes) > 0 && (num_classes) <= (INT64_MAX >> 8) / (num_rows))
-#define SMALLEST_SQUARE 1e-280  // of the length of a row
+#define SMALLEST_SQUARE (sizeof(REAL) == 4 ? 1e-70 : 1e-280)  // of the length of a row, by which REAL is divided
+#define IS_USUAL(square) ((square) > SMALLEST_SQUARE && (square) < 1 / SMALLEST_SQUARE)
 #define MAGIC 6755399441055744.0  // 1.5 * 2^52
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10

@@ -5,7 +5,6 @@ This rank's rows are anchors here, and candidates on all ranks, whose part of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -158,14 +157,11 @@ class ContrastiveLoss(HoldsQueue):
                         side.grad_candidates = gradient
                 k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
                 share = min(1.0, k / exchange.group.size())
-            value, *slopes = sums.unbind()
-            value = value.to(sides[0].anchors["rows"].dtype)
+            value, *slopes = sums.to(sides[0].anchors["rows"].dtype).unbind()
             if with_grad:
                 gradients = [gradient_of_given(side, k, self.normalize) for side in sides]
                 for slope, item in zip(slopes, learned):
-                    if item.limit < math.inf:  # above it, there is a gradient only if that lowers the parameter
-                        slope = torch.where(item.like(value) > item.limit, slope.clamp_min(0.0), slope)
-                    slope = slope if item.is_sharded else slope * share
+                    slope = item.limited(slope if item.is_sharded or share == 1 else slope * share)
                     gradients.append(slope.to(item.parameter).reshape(item.parameter.shape))
         if with_grad:
             value = with_gradients(type(self).__name__, value, gradients, *inputs)
@@ -180,22 +176,26 @@ class Learned(NamedTuple):
     is_sharded: bool  # by FSDP2, in a call outside the forward of its module
     limit: float  # a larger number counts as this one
     needs_grad: bool
+    number: Tensor  # ``parameter`` without a gradient
 
     def agreed(self, values: list[float], call: str, exchange: Exchange | None) -> Learned:
         """Return the whole parameter, or raise on all ranks unless ``values``, that of each rank, are the same."""
-        parameter = self.parameter
+        parameter, number = self.parameter, self.number
         if self.is_sharded:
             parameter = parameter.full_tensor()  # type: ignore[attr-defined]  # it communicates: the ranks have agreed
+            number = parameter.detach()
             if exchange is not None:
-                values = exchange.each(parameter.detach().reshape(1), f"the {self.name}")[:, 0].tolist()
+                values = exchange.each(number.reshape(1), f"the {self.name}")[:, 0].tolist()
         if len({*map(repr, values)}) > 1:
             fix = "Load the same checkpoint, and take the same optimizer steps, on every rank."
             raise RankRuntimeError(expected(f"{call}: {self.name}", "the same on every rank", values, fix))
-        return self._replace(parameter=parameter)
+        return self._replace(parameter=parameter, number=number)
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return the number (), detached, in the dtype of ``tensor``."""
-        return self.parameter.detach().reshape(()).to(tensor)
+    def limited(self, slope: Tensor) -> Tensor:
+        """Return the gradient ``slope``: above the limit, there is one only if it lowers the parameter."""
+        if self.number.is_cpu and self.number.item() <= self.limit:  # on the host a look is faster than the choice
+            return slope
+        return torch.where(self.number > self.limit, slope.clamp_min(0.0), slope)
 
 
 needs_gradient = attrgetter("needs_grad")  # of a side, or a learned parameter
@@ -289,9 +289,9 @@ def sum_of_blocks(
     returns the sum of its losses, float64, and its gradient (b, K). ``copies`` of such tensors are in memory together.
     """
     scaled, sums, of_anchors, of_candidates = anchors * scale, list[Tensor](), list[Tensor](), None
-    for place, scores in blocks_of_scores(scaled, candidates, copies=copies):
+    for place, block, scores in blocks_of_scores(scaled, candidates, copies=copies):
         value, slope = block_loss(scores if bias is None else scores.add_(bias), place)
-        block, numbers = scaled[place], [value]
+        numbers = [value]
         if needs[0] or needs[2]:
             mean = slope @ candidates  # [b, D]
             if needs[2]:
@@ -311,8 +311,8 @@ def sum_of_blocks(
 
 def blocks_of_scores(
     anchors: Tensor, candidates: Tensor, fewest: int | None = None, copies: int = 1
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield for one block of anchors (n, D) after another its place and its scores (b, K), in the same memory.
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield for one block of anchors (n, D) after another its place, it, and its scores (b, K), in the same memory.
 
     A block has at least the ``fewest`` anchors, None for ``FEWEST_ANCHORS``, however many candidates (K, D) there are.
     """
@@ -320,7 +320,7 @@ def blocks_of_scores(
     for begin in range(0, len(anchors) if len(candidates) else 0, step):
         block = anchors[begin : begin + step]
         memory = block.new_empty(len(block), len(candidates)) if memory is None else memory[: len(block)]
-        yield slice(begin, begin + len(block)), torch.mm(block, candidates.t(), out=memory)
+        yield slice(begin, begin + len(block)), block, torch.mm(block, candidates.t(), out=memory)
 
 
 def anchors_at_once(candidates: Tensor, fewest: int | None = None, copies: int = 1) -> int:

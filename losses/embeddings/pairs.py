@@ -213,7 +213,8 @@ class PairLoss(ContrastiveLoss):
         for name, limit in (("logit_scale", math.log(self.max_logit_scale)), ("logit_bias", math.inf)):
             if (parameter := getattr(self, name)) is not None:
                 needs_grad = torch.is_grad_enabled() and parameter.requires_grad
-                learned.append(Learned(name, parameter, hasattr(parameter, "full_tensor"), limit, needs_grad))
+                is_sharded, number = hasattr(parameter, "full_tensor"), parameter.detach()
+                learned.append(Learned(name, parameter, is_sharded, limit, needs_grad, number))
 
         def bring() -> Offer[tuple[list[Side], Tensor | None]]:
             sides = self._checked_sides(given, group)
@@ -229,7 +230,7 @@ class PairLoss(ContrastiveLoss):
                 facts["sample_weight"] = True
             for item in learned:
                 facts[f"{item.name} is sharded"] = item.is_sharded
-                totals.append(0.0 if item.is_sharded else item.parameter.detach())
+                totals.append(0.0 if item.is_sharded else item.number)
             if not self.symmetric and {"query_to_query", "doc_to_query"}.isdisjoint(self.directions):
                 sides[0].live = {}  # the queries are no candidates
                 facts["queries"] = describe_rows(queries)
@@ -422,7 +423,7 @@ class PairLoss(ContrastiveLoss):
             unit = limit.abs() if self.margin_strategy == "relative" else 1.0
             limit = limit - (self.margin * unit + tolerance)
         if learned:
-            scale = learned[0].like(rows).clamp_max(learned[0].limit).exp()
+            scale = learned[0].number.to(rows).clamp_max(learned[0].limit).exp()
         else:
             scale = rows.new_full((), 1.0).div_(self._temperature)
         if self.hardness_mode is not None:
@@ -430,9 +431,11 @@ class PairLoss(ContrastiveLoss):
         if "pairs" in options:
             numbers = options["pairs"].to(scale.device)
             options["pairs"] = F.pad(numbers, (0, len(candidates["rows"]) - len(numbers)), value=-1)  # of the queue
-        bias = None if self.bias is None else scale.new_tensor(self.bias)
+        bias: Tensor | None = None
         if learned[1:]:
-            bias = learned[1].like(rows)
+            bias = learned[1].number.to(rows)
+        elif self.bias is not None:
+            bias = scale.new_full((), self.bias)
         needs_grad = any(map(needs_gradient, (*sides, *learned)))
         there = Direction(wide, parts, candidates, limit, weight, needs_grad, **options)
         back = Direction(keys, [(queries, slice(None))], queries.candidates, limit, weight, needs_grad)
