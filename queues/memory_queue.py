@@ -120,8 +120,8 @@ class MemoryQueue(SavedState):
         """Remove all rows."""
         self._fill = self._pointer = self._num_enqueued = self._num_hashed = 0
         self._has_weights = False
-        # Of the first _num_hashed rows. The others are in the ring, and are added when the checksum is read.
-        self._checksum = torch.zeros((), dtype=torch.int64, device=self._ring.logits.device)
+        # Of the rows in the ring, those of the first _num_hashed; the others follow when the checksum is read.
+        self._hashes = torch.zeros(self.capacity, dtype=torch.int64, device=self._ring.logits.device)
 
     def __len__(self) -> int:
         """Return the number of rows held, at most ``capacity``."""
@@ -129,12 +129,22 @@ class MemoryQueue(SavedState):
 
     @property
     def checksum(self) -> Tensor:
-        """Rolling 64-bit hash of every row enqueued since the last reset, in order; an int64 scalar."""
-        if self._checksum.is_meta:  # the queue is empty, and will move to the device of its first rows
+        """64-bit hash of the rows held and of their numbers since the last reset; an int64 scalar."""
+        if self._hashes.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
-        if self._num_hashed < self._num_enqueued:
-            self._hash_stored(self._memory())
-        return self._checksum
+        number, undo, memory = min(self._num_enqueued - self._num_hashed, self.capacity), UNDO.get(), self._memory()
+        start, end = self._pointer - number, self._pointer  # a start below 0 is so far from the end of the ring
+        hashes: Any = self._hashes.numpy() if self._hashes.is_cpu else self._hashes
+        for places in (slice(start, None), slice(end)) if start < 0 else (slice(start, end),):
+            count = len(hashes[places])
+            if number and count:
+                if undo is not None:
+                    undo.callback(self._hashes.__setitem__, places, self._hashes[places].clone())
+                rows = [None if rows is None else rows[places] for rows in memory]
+                hashes[places] = self._hash(self._num_enqueued - number, *rows)
+                number -= count
+        vars(self)["_num_hashed"] = self._num_enqueued
+        return self._hashes.sum()
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
@@ -199,11 +209,8 @@ class MemoryQueue(SavedState):
                 rows = [None if new is None else new[index] for new in rows]
         count = len(rows[0])
         ring = self._memory(rows)
-        if self._num_enqueued - self._num_hashed + count > self.capacity:
-            self._hash_stored(ring)  # before they are replaced
         num_passed = max(0, count - self.capacity)  # rows that others of the same call replace
         if num_passed:
-            self._hash(*rows)
             rows = [None if new is None else new[num_passed:] for new in rows]
         start, number = (self._pointer + num_passed) % self.capacity, count - num_passed
         head = min(number, self.capacity - start)  # what is beyond the head goes to the start
@@ -272,25 +279,14 @@ class MemoryQueue(SavedState):
             memory.append(None if place not in used else rows.numpy() if is_host else rows)
         return memory
 
-    def _hash_stored(self, ring: list[Any]) -> None:
-        """Add the rows of :meth:`_memory` to the checksum that were stored after it was last read."""
-        number = self._num_enqueued - self._num_hashed
-        first = (self._pointer - number) % self.capacity
-        if number and first + number <= self.capacity:
-            self._hash(*[None if rows is None else rows[first : first + number] for rows in ring])
-        elif number:  # they continue at the start of the ring
-            join: Any = numpy.concatenate if self._checksum.is_cpu else torch.concatenate
-            end = first + number - self.capacity
-            self._hash(*[None if rows is None else join([rows[first:], rows[:end]]) for rows in ring])
-
     @torch.inference_mode(False)
-    def _hash(self, logits: Any, targets: Any, iid: Any, weight: Any) -> None:
-        """Add the next rows to the checksum. None stands for a mask or weights of ones.
+    def _hash(self, first: int, logits: Any, targets: Any, iid: Any, weight: Any) -> Any:
+        """Return the hashes (count,) of rows, of which the first has the number ``first``; None stands for ones.
 
-        It is the sum of the mixed bits of all numbers, each times a factor of its row and column, modulo 2**64. The sum
-        of two parts of a batch is that of the whole. The factor of a row is mixed from its sequence number, so the
-        order of the rows matters. Without mixing the bits of the numbers, two flipped signs could cancel, because each
-        adds 2**63 times a factor. Tensors and arrays give the same hash.
+        The hash of a row is the sum of the mixed bits of all its numbers, each times a factor of its column, times a
+        factor of the row, modulo 2**64, and the checksum is the sum over the rows. The factor of a row is mixed from
+        its number, so the order of the rows matters. Without mixing the bits of the numbers, two flipped signs could
+        cancel, because each adds 2**63 times a factor. Tensors and arrays give the same hash.
         """
         (count, columns), library = logits.shape, torch if isinstance(logits, Tensor) else numpy
         options: dict[str, Any] = {"dtype": library.int64, **({"device": logits.device} if library is torch else {})}
@@ -307,7 +303,7 @@ class MemoryQueue(SavedState):
         words[columns:width] = targets.T if self.multi_hot else targets
         for row, place in enumerate(present, start=width):
             words[row] = extra[place]
-        start = self._num_hashed + _MIX[2]
+        start = first + _MIX[2]
         if library is numpy:
             words[-1] = numpy.arange(start, start + count)
         else:
@@ -317,8 +313,7 @@ class MemoryQueue(SavedState):
             words ^= words >> 32
         one = 1023 << 52 if bits is library.int64 else 127 << 23  # the bits of the number
         factors, constant = _column_factors(width + 2, present, one, None if library is numpy else logits.device)
-        total = (((words[:-1] * factors).sum(0) + constant) * (words[-1] | 1)).sum()
-        vars(self).update(_checksum=self._checksum + total, _num_hashed=self._num_hashed + count)
+        return ((words[:-1] * factors).sum(0) + constant) * (words[-1] | 1)
 
     @not_compiled
     def assert_synchronized(self, group: Group = None) -> None:
@@ -335,10 +330,10 @@ class MemoryQueue(SavedState):
 
     @torch.inference_mode(False)
     def _move_to(self, device: torch.device, *dtypes: torch.dtype) -> None:
-        self._checksum = self.checksum.to(device)
         logits, targets, iid, weight = [tensor.to(device) for tensor in self._ring]
         dtype, weight_dtype = dtypes or (logits.dtype, weight.dtype)
         self._ring = _Ring(logits.to(dtype), targets, iid, weight.to(weight_dtype))
+        self._hashes, self._num_hashed = self._hashes.to(device), self._num_enqueued - self._fill
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MemoryQueue:
         # Only the device of the conversion applies, because to(bfloat16) must not round the stored rows.
@@ -401,16 +396,16 @@ class MemoryQueue(SavedState):
         dtypes = dtype, self._ring.targets.dtype, torch.bool, torch.float64 if has_weights else dtype
         device = rows[0].device if self._ring.logits.is_meta else self._ring.logits.device
         ring = _Ring(*[tensor.to(device, kind, copy=True).contiguous() for tensor, kind in zip(rows, dtypes)])
-        checksum = torch.tensor(saved["checksum"], device=device)
         if not ring.logits.is_meta:
             logits, targets, iid, weight = [tensor[:fill] for tensor in ring]
             infinite = Words("others, which never enter a queue")
             _require(bool(logits.isfinite().all()), "logits", "finite numbers", infinite)
             held = QueueRows(logits, targets, iid, weight if has_weights else None)
-            found = _digest((pointer, fill, enqueued, has_weights), held, checksum)
+            found = _digest((pointer, fill, enqueued, has_weights), held, saved["checksum"])
             _require(found == saved["contents"], "hash", repr(saved["contents"]), found)
-        read = {"_ring": ring, "_written": {0, 1, 2, 3}, "num_classes": saved["num_classes"], "_checksum": checksum}
-        numbers = {"_fill": fill, "_pointer": pointer, "_num_enqueued": enqueued, "_num_hashed": enqueued}
+        read = {"_ring": ring, "_written": {0, 1, 2, 3}, "num_classes": saved["num_classes"]}
+        read["_hashes"] = torch.zeros(capacity, dtype=torch.int64, device=device)
+        numbers = {"_fill": fill, "_pointer": pointer, "_num_enqueued": enqueued, "_num_hashed": enqueued - fill}
         return {**read, **numbers, "_has_weights": has_weights}
 
     def extra_repr(self) -> str:
@@ -423,7 +418,7 @@ def _require(is_right: bool, name: str, what: str, value: object) -> None:
         raise ValueError(expected(f"{name} of the saved queue", what, value, fix))
 
 
-def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Tensor | None) -> int:
+def _digest(position: tuple[int, int, int, bool], rows: QueueRows, checksum: Tensor | int | None) -> int:
     """Return a hash of the position, of all bits of the rows, and of the checksum."""
     words = position if checksum is None else (*position, int(checksum))
     contents = hashlib.blake2b(repr(words).encode(), digest_size=8)

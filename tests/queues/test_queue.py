@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from workers import error_of
 
 import fullrank
 from fullrank import MemoryQueue
+from fullrank.distributed.group import UNDO
 
 
 def rows(first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -57,11 +59,15 @@ def mixed(value: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("columns", "multi_hot"), [(1, False), (3, False), (3, True)])
-def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("read_after", [None, 0, 2])
+def test_the_checksum_is_that_of_its_definition(
+    columns: int, multi_hot: bool, dtype: torch.dtype, read_after: int | None
+) -> None:
     """By whole numbers of Python: it is saved with the queue, and compared with that of ranks on other devices."""
-    generator, queue, total = torch.Generator().manual_seed(0), MemoryQueue(9, columns, multi_hot=multi_hot), 0
+    generator, queue = torch.Generator().manual_seed(0), MemoryQueue(9, columns, multi_hot=multi_hot)
+    hashes: list[int] = []
     bits = torch.int64 if dtype == torch.float64 else torch.int32
-    for number in range(2):
+    for number in range(5):  # twice round the ring
         logits = torch.randn(5, columns, generator=generator, dtype=torch.float64).to(dtype)
         targets = torch.randint(0, 2, (5, columns) if multi_hot else (5,), generator=generator)
         iid, weight = torch.arange(5) % 2 == 0, torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
@@ -75,8 +81,24 @@ def test_the_checksum_is_that_of_its_definition(columns: int, multi_hot: bool, d
             words += [int(weight.view(bits)[row]), int(iid[row])]
             factors = [mixed(place - len(words) + 0x165667B19E3779F9) | 1 for place in range(len(words))]
             of_row = mixed(5 * number + row + 0x165667B19E3779F9) | 1
-            total += of_row * sum(mixed(word) * factor for word, factor in zip(words, factors))
-    assert int(queue.checksum) % 2**64 == total % 2**64
+            hashes.append(of_row * sum(mixed(word) * factor for word, factor in zip(words, factors)))
+        if number == read_after:
+            assert int(queue.checksum) % 2**64 == sum(hashes[-9:]) % 2**64
+    assert int(queue.checksum) % 2**64 == sum(hashes[-9:]) % 2**64  # of the rows that it holds
+    copy = MemoryQueue(9, columns, multi_hot=multi_hot)
+    copy.load_state_dict(queue.state_dict())
+    assert torch.equal(copy.checksum, queue.checksum)
+
+
+def test_rows_that_are_taken_back_leave_the_checksum() -> None:
+    queue = MemoryQueue(4, 1)
+    queue.enqueue(*rows(0, 6))
+    before = queue.checksum
+    with ExitStack() as undo:
+        undo.callback(UNDO.reset, UNDO.set(undo))
+        queue.enqueue(*rows(6, 3))
+        assert queue.checksum != before
+    assert queue.checksum == before
 
 
 BAD = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf], [2.0, 2.0], [3.0, 3.0]])
