@@ -145,7 +145,13 @@ def get_pool(world_size: int, name: str = "") -> WorkerPool:
     """Return the pool of this size and name, starting it at the first use and again after a failure."""
     if (world_size, name) not in _pools or _pools[world_size, name].broken:
         _pools[world_size, name] = WorkerPool(world_size)
+        _pools[world_size, name](_refuse_device)
     return _pools[world_size, name]
+
+
+def _refuse_device(rank: int) -> None:
+    """Let the import of device.py raise: ``fully_shard`` of later tests would shard over the simulated device."""
+    sys.modules["device"] = None  # type: ignore[assignment]
 
 
 def close_pools() -> None:

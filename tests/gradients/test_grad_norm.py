@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from blindfold import Blindfold
 from collective_counter import CollectiveCounter
-from device import DEVICE
 from meshes import group_of, init_device_mesh
 from on_ranks import common_error, on_ranks, slow_but
 from subjects import with_gradient
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from workers import WorkerPool
 
 import fullrank
 from fullrank.gradients import grad_norm, norm_plan
@@ -457,9 +457,16 @@ def test_bad_input_on_one_rank_raises_on_all(rank: int, kind: str) -> None:
     assert abs(fullrank.total_grad_norm(case.parameters).item() / flat(case).norm().item() - 1) <= 1e-14
 
 
-@on_ranks(3)
-def test_shards_on_several_devices_of_a_process(rank: int) -> None:
+def test_shards_on_several_devices_of_a_process() -> None:
     """A sharded parameter on the accelerator and a copied one that was left on the CPU; the last rank has no shard."""
+    pool = WorkerPool(3)  # the device stays registered for the whole process
+    pool(clip_on_several_devices)
+    pool.close()
+
+
+def clip_on_several_devices(rank: int) -> None:
+    from device import DEVICE
+
     full = [draw(seed, 30) for seed in range(2)]
     shard = full[0].split((10, 20, 0))[rank].to(DEVICE)
     parameters = [with_gradient(full[1]), with_gradient(shard)]
