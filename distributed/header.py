@@ -29,6 +29,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -54,6 +55,8 @@ _MAX_NAMED = 4  # ranks, reasons and values in a message
 _MAX_LENGTH = 2000  # characters of a reason or a fact that are sent: each of W ranks receives W times the longest text
 
 _STAND_IN: ContextVar[Callable[..., Agreement[Any]] | None] = ContextVar("stand_in", default=None)  # of `agree_on`
+# Facts that calls inside a module compare next to their own, such as the weight that the module gives them.
+SURROUNDING: ContextVar[Mapping[str, State]] = ContextVar("surrounding", default=MappingProxyType({}))
 _NUMBERS = itertools.count(1)  # of the agreements in this process, in the order in which they begin
 
 _SAME_CALLS = "Every rank must make the same calls in the same order."
@@ -197,7 +200,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         if check is not None and (room.is_on_host or check.flag.is_cpu):
             check.read()  # the header has to wait for the flag in any case
             check = None
-        hashed = digest({"call": call, **offer.facts, "tensors": parcel.described})
+        hashed = digest({"call": call, **offer.facts, **SURROUNDING.get(), "tensors": parcel.described})
         rows = offer.rows if offer.tensors is None else parcel.count
         travels = bool(tensors) and offer.sends_rows and parcel.is_on_host and room.is_on_host
         words = 0 if check is None else check.flag, hashed, rows, 0 if checksum is None else checksum.value
@@ -222,7 +225,7 @@ def agree_on(call: str, ranks: ProcessGroup | None, bring: Callable[[], Offer[T]
         facts: dict[str, object] = {"call": Words(call)}
         if not any(failed) and len({*digests}) > 1:
             named = {name: Words(text) for name, text in zip(offer.names, parcel.described) if text is not None}
-            facts |= {**offer.facts, **(named if offer.names else {"tensors": parcel.described})}
+            facts |= {**offer.facts, **SURROUNDING.get(), **(named if offer.names else {"tensors": parcel.described})}
         elif not any(failed):
             facts |= (checksum or Checksum(0, "checksum", _SAME_CALLS)).shown()
         report, reports = Report.of(facts, own_error), list[Any]([None] * ranks.size())
@@ -399,7 +402,10 @@ class Report(NamedTuple):
     def of(facts: Mapping[str, object], error: Exception | None) -> Report:
         texts, advice = dict[str, str](), dict[str, str]()
         for name, fact in facts.items():
-            parts: Any = fact.value if isinstance(fact, States) else {name: fact}
+            parts: Any = {name: fact}
+            if isinstance(fact, States):
+                call = "".join(name.partition(" of ")[1:])  # the second of a joint agreement
+                parts = {f"{part}{call}": value for part, value in fact.value.items()}
             texts |= {part: _cut(repr(value)) for part, value in parts.items()}
             advice |= dict.fromkeys(parts, fact.advice) if isinstance(fact, State) else {}
         return Report(None if error is None else (public_class(error).__name__, reason_of(error)), texts, advice)

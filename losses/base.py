@@ -115,8 +115,6 @@ class DistributedLoss(nn.Module):
         self.validate_args = validate_args
         self._data_group = DataGroup(group)
         self._hints = hints_of(type(self).__name__, name)
-        # Set by a module that contains this loss, such as a schedule, so that ranks whose schedules differ raise.
-        self._surrounding_facts: dict[str, State] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. An argument of the constructor is checked as there, and raises if it has no effect."""
@@ -172,7 +170,6 @@ class DistributedLoss(nn.Module):
             "arguments": States(self._arguments(), SAME_ARGUMENTS),
             "kernels": State(native.KERNELS, _SAME_KERNELS),
             "gradient_reduction": State(self.gradient_reduction, SAME_REDUCTION),
-            **self._surrounding_facts,
         }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.group import check_gather_distributed
-from ...distributed.header import Offer, State, agree_on, agree_once
+from ...distributed.header import SURROUNDING, Offer, State, agree_on, agree_once
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import Words, check_amount, expected
 from ...queues.saved_state import SavedState, as_saved, from_saved, with_names
@@ -44,21 +44,21 @@ class LossOfParts(SavedState):
         """Return the modules that have the setting, including those inside adapters."""
         return [module for module in [*self.modules()][1:] if hasattr(module, "gather_distributed")]
 
-    def _value_of(self, part: nn.Module, logits: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Any:
-        """Call a part, with the targets in the form that a loss of torch requires."""
+    def _value_of(
+        self, part: nn.Module, logits: Tensor, targets: Tensor, options: Mapping[str, Any], facts: Mapping[str, State]
+    ) -> Any:
+        """Call a part, with the targets in the form that a loss of torch requires; its headers compare ``facts``."""
         if isinstance(logits, Tensor) and isinstance(targets, Tensor):
             if isinstance(part, nn.BCEWithLogitsLoss):
                 targets = match_shape(targets, tuple(logits.shape)).to(logits.dtype)
             elif isinstance(part, nn.CrossEntropyLoss):
                 validate_args = all(getattr(module, "validate_args", True) for module in self.modules())
                 targets = _class_indices(part, logits, targets, validate_args)
-        return part(logits, targets, **options)
-
-    def _compare_over_ranks(self, name: str, fact: State) -> None:
-        """Let the losses of this package, including those inside adapters, compare ``fact`` between the ranks."""
-        for module in self.modules():
-            if isinstance(module, DistributedLoss):
-                module._surrounding_facts[name] = fact
+        token = SURROUNDING.set({**SURROUNDING.get(), **facts})
+        try:
+            return part(logits, targets, **options)
+        finally:
+            SURROUNDING.reset(token)
 
 
 def check_module(name: str, loss: object) -> nn.Module:
@@ -191,11 +191,11 @@ class CombinedLoss(LossOfParts):
         for name, value in options.items():
             if not any(name in names for names in self._takes.values()):
                 raise TypeError(expected(name, "None, because no part takes it", value))
-        self._compare_over_ranks("weights", State(self._weights, _SAME_WEIGHTS))
+        facts = {"weights": State(self._weights, _SAME_WEIGHTS)}
 
         def value_of(name: str) -> Tensor:
             taken = {key: options[key] for key in self._takes[name] if key in options}
-            value = self._value_of(self.losses[name], logits, targets, taken)
+            value = self._value_of(self.losses[name], logits, targets, taken, facts)
             if not isinstance(value, Tensor):
                 returned = Words(type(value).__name__)
                 raise TypeError(expected(f"losses[{name!r}]", "a loss that returns a tensor", returned))

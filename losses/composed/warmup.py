@@ -203,15 +203,15 @@ class LossWarmupWrapper(LossOfParts):
             A scalar in the warm-up, then what ``main_loss`` returns; of a tuple the first element is blended.
         """
         weight = self.main_weight
-        self._compare_over_ranks("schedule", State(weight, _SAME_SCHEDULE))
+        facts = {"schedule": State(weight, _SAME_SCHEDULE)}
         if self.training:
             self._warn_of_missing_calls()
         if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.
             names = {"sample_weight"} & kwargs.keys() if self._warmup_takes_weight else ()
-            warmup = self._value_of(self.warmup_loss, logits, targets, {name: kwargs[name] for name in names})
+            warmup = self._value_of(self.warmup_loss, logits, targets, {name: kwargs[name] for name in names}, facts)
             if weight == 0.0:
                 return warmup
-        main = self._value_of(self.main_loss, logits, targets, kwargs)
+        main = self._value_of(self.main_loss, logits, targets, kwargs, facts)
         if weight == 1.0:
             return main
         first = main[0] if isinstance(main, tuple) else main

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from workers import error_of
 
 from fullrank import BCEWithLogitsLoss, CombinedLoss, CrossEntropyLoss, LossWarmupWrapper
+from fullrank.distributed.header import SURROUNDING
 from fullrank.losses import RecallAtQuantileLoss, SmoothAPLoss
 
 ROWS = 12
@@ -158,8 +159,14 @@ def test_it_is_the_main_loss_of_a_warm_up_and_a_part_of_another() -> None:
         assert_close(warm(logits, targets), expected, rtol=1e-14, atol=0.0)
     outer = CombinedLoss({"warm": warm, "ce": BCEWithLogitsLoss()}, {"warm": 2.0, "ce": 1.0})
     assert_close(outer(logits, targets), 2 * (0.5 * ap + 0.5 * ce) + ce, rtol=1e-14, atol=0.0)
-    facts = inner.losses["ap"]._surrounding_facts
-    assert {name: fact.value for name, fact in facts.items()} == {"schedule": 1.0, "weights": {"ap": 0.5, "ce": 0.5}}
+    compared: list[Any] = []
+    inner.losses["ap"].register_forward_pre_hook(lambda *_: compared.append(SURROUNDING.get()))
+    outer(logits, targets)
+    assert {name: fact.value for name, fact in compared[0].items()} == {
+        "schedule": 1.0,
+        "weights": {"ap": 0.5, "ce": 0.5},
+    }
+    assert SURROUNDING.get() == {}  # a part that is called alone compares nothing of it
 
 
 def test_a_part_must_return_a_tensor() -> None:
@@ -219,10 +226,10 @@ def test_a_sum_that_fails_after_it_agreed_leaves_the_queue_alone(rank: int) -> N
 
 
 @pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("fault", ["weights", "soft targets"])
+@pytest.mark.parametrize("fault", ["weights", "arguments", "soft targets"])
 @on_ranks()
 def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> None:
-    """What tests/conformance does not have: weights that differ, and a loss of torch that has taken what AP refuses."""
+    """Weights, named once; an argument whose name both parts have; what AP refuses and a loss of torch has taken."""
     ce = nn.BCEWithLogitsLoss if fault == "soft targets" else BCEWithLogitsLoss
     found, twin = (CombinedLoss({"ap": SmoothAPLoss(1, queue_size=30), "ce": ce()}) for _ in range(2))
     for index in range(step + 2):
@@ -234,7 +241,13 @@ def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> 
             error, text = error_of(partial(found, logits, targets))
             found.weights = twin.weights
             assert error == "RuntimeError"
-            assert "weights: {'ap': 1.0, 'ce': 1.0} on " in text
+            assert text.count("{'ap': 1.0, 'ce': 1.0} on ") == 1
+        elif fault == "arguments":
+            found.losses["ap"].reduction = "sum" if rank == 1 else "mean"
+            error, text = error_of(partial(found, logits, targets))
+            found.losses["ap"].reduction = "mean"
+            assert error == "RuntimeError"
+            assert "got reduction: 'mean' on " in text
         else:
             error, text = error_of(partial(found, logits, targets.double() * (2 if rank == 1 else 1)))
             assert error == "ValueError"
