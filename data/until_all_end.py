@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -117,12 +118,13 @@ def items_of(batch: Any) -> dict[Any, Any] | None:
 
 def with_items(batch: Any, items: dict[Any, Any]) -> Any:
     """Return a container like ``batch`` that holds ``items``."""
-    if isinstance(batch, MutableMapping):
-        changed = copy.copy(batch)  # keeps the attributes of a subclass
-        changed.update(items)
-        return changed
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **items)
-    if isinstance(batch, Mapping):
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(*items.values()) if hasattr(batch, "_fields") else type(batch)(items.values())
+    if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
         return type(batch)(items)  # type: ignore[call-arg]
-    return type(batch)(*items.values()) if hasattr(batch, "_fields") else type(batch)(items.values())
+    changed = copy.copy(batch)  # keeps the attributes of a subclass
+    # object's own sets fields of a frozen dataclass, and those that its constructor does not take.
+    assign = changed.__setitem__ if isinstance(batch, Mapping) else partial(object.__setattr__, changed)
+    for name, value in items.items():
+        assign(name, value)
+    return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
@@ -26,10 +26,14 @@ class Pair(NamedTuple):
     labels: Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class Example:
     features: Tensor
     task: str = "rank"
+    squares: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "squares", self.features.square())
 
 
 ROWS = torch.arange(6.0).view(3, 2)
