@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
         return self._reduce(tensor, what, dist.ReduceOp.MAX)
 
     def each(self, tensor: Tensor, what: str) -> Tensor:
-        """Return ``tensor`` (...) of every rank, stacked in rank order (W, ...)."""
+        """Return ``tensor`` (...) of every rank, stacked in rank order (W, ...), on the host if it was staged."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
         communicate(
@@ -100,7 +100,7 @@ class Exchange(NamedTuple):
             staged.contiguous().view(-1),
             self.group,
         )
-        return output.to(tensor.device)
+        return output
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Gather each of ``tensors`` (N, ...), alike but for N, and return (sum N_r, ...); ``counts`` are all N."""

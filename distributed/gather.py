@@ -99,13 +99,13 @@ def gather_after(
     """Return the tensors of an agreement, gathered from all ranks; None stays None."""
     present = {place: tensor for place, tensor in enumerate(agreed.tensors) if tensor is not None}
     inputs = {place: tensor for place, tensor in present.items() if tensor.requires_grad and torch.is_grad_enabled()}
-    scale = gradient_scale(gradient_reduction, group, needs_grad=bool(inputs))
     rows = agreed.arrived
     if rows is None:
         with torch.no_grad():
             rows = Exchange(call, group).rows([*present.values()], agreed.rows) if present else []
     gathered = dict(zip(present, rows))
     if inputs:
+        scale = gradient_scale(gradient_reduction, group)
         plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
         outputs = _GatherRows.apply(plan, [*map(gathered.get, inputs)], *inputs.values())
         gathered.update(zip(inputs, outputs))

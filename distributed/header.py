@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import RankError, RankRuntimeError, RankTypeError, RankValueError, Words, expected, is_from_a_check
 from . import exchange
-from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, communicate, is_staged
+from .exchange import ALONE, OTHER_CALLS, WITH_GRADIENT, Exchange, communicate
 from .group import check_device_of_group, group_ranks, header_device
 from .room import NUM_TOTALS, Room, room_of
 from .torch_private import backward_is_running, func_transforms_are_active, outside_func_transforms
@@ -257,8 +257,7 @@ def each_or_raise(
         value, block = compute()
     except Exception as error:
         own_error, block = error, torch.full((size,), -math.inf, dtype=torch.float64, device=device)
-    # If the blocks travel over the host anyway, moving them now saves a wait for the device.
-    blocks = exchange.each(block.cpu() if is_staged(block, exchange.group) else block, what)
+    blocks = exchange.each(block, what)
 
     def bring() -> Offer[None]:
         if own_error is not None:

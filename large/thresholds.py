@@ -137,7 +137,7 @@ def _at_levels(
         pushes[:, level].index_add_(0, class_of, push)
         of_positives -= push
     if not (shard.needs_gradient and threshold_gradient):
-        loss = exchange.each(loss, "the losses").sum(dim=0)
+        loss = exchange.each(loss, "the losses").to(loss.device).sum(dim=0)
         if not shard.needs_gradient:
             return loss, None
         gradient = torch.zeros_like(scores)
@@ -154,7 +154,7 @@ def _at_levels(
                 rows = slopes[part], scores, origin[part], shift[part], rates, rule.reference
                 sums[part], nearest[part] = write_relative_slopes(*rows)
         local = torch.cat([loss[:, None], pushes, sums.t(), nearest.t()], dim=1)
-        of_ranks = exchange.each(local, "the sums at the thresholds")
+        of_ranks = exchange.each(local, "the sums at the thresholds").to(local.device)
         loss = of_ranks[:, :, 0].sum(dim=0)
         pushes, sums, distances = (column.clone() for column in of_ranks[:, :, 1:].chunk(3, dim=2))  # [W, C, L]
         # Each rank has divided by exp(-distance / tau) of its nearest row. From here on that of the nearest row of all.

@@ -139,7 +139,6 @@ class ContrastiveLoss(HoldsQueue):
         for item in learned:
             inputs.append(item.parameter)
         with_grad = any(map(needs_gradient, (*sides, *learned)))
-        k, share = 1, 1.0
         with torch.no_grad():
             if exchange is None:
                 others, sums = compute()
@@ -155,10 +154,10 @@ class ContrastiveLoss(HoldsQueue):
                     summed = exchange.sum_own(joined, counts, "the gradients")
                     for side, gradient in zip(alike, summed.chunk(len(alike), dim=1)):
                         side.grad_candidates = gradient
-                k = gradient_scale(self.gradient_reduction, exchange.group, needs_grad=with_grad)
-                share = min(1.0, k / exchange.group.size())
             value, *slopes = sums.to(sides[0].anchors["rows"].dtype).unbind()
             if with_grad:
+                k = 1 if exchange is None else gradient_scale(self.gradient_reduction, exchange.group)
+                share = 1.0 if exchange is None else min(1.0, k / exchange.group.size())
                 gradients = [gradient_of_given(side, k, self.normalize) for side in sides]
                 for slope, item in zip(slopes, learned):
                     slope = item.limited(slope if item.is_sharded or share == 1 else slope * share)
