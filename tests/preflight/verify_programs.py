@@ -171,6 +171,18 @@ class Scale(nn.Module):
 SCALE = Scale()
 
 
+class Shift(nn.Module):
+    """A layer for the rows of a kind, of which the first rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        is_shifted = hidden[:, :1] > 0.33
+        return hidden + is_shifted * self.shift if is_shifted.any() else hidden
+
+
 # Windows of micro-batches.
 
 
@@ -319,6 +331,9 @@ PROGRAMS = {
         lambda m, b: backward(ap(m, b, gradient_reduction="sum")), "factor", "1/{W} on everything"
     ),
     "mean of ranks": Program(lambda m, b: backward(bce(m, b)), "direction", "A mean of means"),
+    "mean of ranks, with a layer of some": Program(
+        lambda m, b: backward(bce(m, b)), "direction", "A mean of means", middle=Shift
+    ),
     "against gathered rows": Program(against_gathered, "direction", "The loss is right and its gradient"),
     "against detached rows": Program(against_detached, "direction", "The loss is right and its gradient", counts=EVEN),
     "places of equal ranks": Program(equal_places, "direction", "uneven rows"),
