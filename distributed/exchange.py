@@ -92,14 +92,8 @@ class Exchange(NamedTuple):
         """Return ``tensor`` (...) of every rank, stacked in rank order (W, ...), on the host if it was staged."""
         staged = tensor.cpu() if is_staged(tensor, self.group) else tensor
         output = staged.new_empty(self.group.size(), *tensor.shape)
-        communicate(
-            self.call,
-            f"the all-gather of {what}",
-            all_gather_flat,
-            output.view(-1),
-            staged.contiguous().view(-1),
-            self.group,
-        )
+        where, sent = f"the all-gather of {what}", staged.contiguous().view(-1)
+        communicate(self.call, where, all_gather_flat, output.view(-1), sent, self.group)
         return output
 
     def rows(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:

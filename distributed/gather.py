@@ -105,8 +105,7 @@ def gather_after(
             rows = Exchange(call, group).rows([*present.values()], agreed.rows) if present else []
     gathered = dict(zip(present, rows))
     if inputs:
-        scale = gradient_scale(gradient_reduction, group)
-        plan = _Plan(call, group, agreed.rows, scale, backward == "reduce_scatter")
+        plan = _Plan(call, group, agreed.rows, gradient_scale(gradient_reduction, group), backward == "reduce_scatter")
         outputs = _GatherRows.apply(plan, [*map(gathered.get, inputs)], *inputs.values())
         gathered.update(zip(inputs, outputs))
     return tuple(map(gathered.get, range(len(agreed.tensors))))

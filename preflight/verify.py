@@ -321,7 +321,8 @@ class _Proof:
         layers = [name for name, m in self.state.model.named_modules() if isinstance(m, kinds) and m.training]
         statistics = ", ".join(layers[:3]) if num_parts > 1 else ""
         is_outside, names = set(differ) <= self.state.parameters_outside().keys(), ", ".join(differ[:3])
-        is_factor, is_direction = verdict == "factor", verdict == "direction"
+        is_finite = not any(math.isnan(gap.factor) for gap in gaps.values())
+        is_factor, is_direction = verdict == "factor", verdict == "direction" and is_finite
         unit, shares, right = self._shares() if (is_factor or is_direction) and not differ else ("", (), ())
         factors = [gap.factor for gap in gaps.values() if gap.kind in _KINDS[2:]]
         is_low, is_high = (is_factor and ranks > 1 and _near(factors, factor) for factor in (1 / ranks, ranks))
@@ -335,6 +336,8 @@ class _Proof:
         is_over_ranks = ranks > 1 and is_joint
         is_right = losses is not None and abs(losses[0] - losses[1]) <= self.tolerance * abs(losses[1])
         texts = {
+            "NaN or infinite gradients, which one process does not have: the mean of a process or micro-batch without "
+            "rows that count is 0 / 0. Use accumulate, global_mean, or the losses of this package.": not is_finite,
             f"BatchNorm has statistics of each process and micro-batch alone ({statistics}): "
             "SyncBatchNorm.convert_sync_batchnorm(model) before wrapping, LayerNorm, or eval() to verify the "
             "rest.": bool(statistics) and (is_factor or is_direction),

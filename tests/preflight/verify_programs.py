@@ -121,6 +121,12 @@ def gather_without_own(model: nn.Module, batch: Any) -> Tensor:
     return backward(naive_ap(pooled, all_rows(batch[1])) + 0 * scores.sum())
 
 
+def mean_of_kept(model: nn.Module, batch: Any) -> Tensor:
+    """One process has none of the rows."""
+    weight = (batch[0][:, 1] > 1.1).to(DTYPE)
+    return backward((bce(model, batch, reduction="none") * weight).sum() / weight.sum())
+
+
 def against_gathered(model: nn.Module, batch: Any) -> Tensor:
     rows, scale = model(batch[0], embeds=True)
     (keys,) = fr.gather_rows(rows)
@@ -331,6 +337,7 @@ PROGRAMS = {
         lambda m, b: backward(ap(m, b, gradient_reduction="sum")), "factor", "1/{W} on everything"
     ),
     "mean of ranks": Program(lambda m, b: backward(bce(m, b)), "direction", "A mean of means"),
+    "mean of no rows": Program(mean_of_kept, "direction", "NaN or infinite gradients"),
     "mean of ranks, with a layer of some": Program(
         lambda m, b: backward(bce(m, b)), "direction", "A mean of means", middle=Shift
     ),
