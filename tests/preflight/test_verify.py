@@ -20,6 +20,7 @@ from meshes import init_device_mesh
 from on_ranks import common_error, on_ranks, same
 from subjects import switches, wrap
 from torch import nn
+from torch._tensor_str import printoptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from verify_programs import (
@@ -159,7 +160,6 @@ def test_rounding_is_no_difference(rank: int, dtype: str) -> None:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return all that a step may change, as texts."""
-    torch.set_printoptions(precision=17, threshold=10**6)
     local = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
     found = {
         "parameters": [part.tolist() for part in local],
@@ -172,7 +172,8 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
         "switches": switches(model),
         "scaler": SCALER.state_dict(),
     }
-    return {name: str(value) for name, value in found.items()}
+    with printoptions(precision=17, threshold=10**6):
+        return {name: str(value) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
