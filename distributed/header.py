@@ -401,10 +401,9 @@ class Report(NamedTuple):
     def of(facts: Mapping[str, object], error: Exception | None) -> Report:
         texts, advice = dict[str, str](), dict[str, str]()
         for name, fact in facts.items():
-            parts: Any = {name: fact}
-            if isinstance(fact, States):
-                call = "".join(name.partition(" of ")[1:])  # the second of a joint agreement
-                parts = {f"{part}{call}": value for part, value in fact.value.items()}
+            key, *of_call = name.partition(" of ")  # the second call of a joint agreement
+            given: Any = fact.value if isinstance(fact, States) else {key: fact}
+            parts = {"".join([part, *of_call]): value for part, value in given.items()}
             texts |= {part: _cut(repr(value)) for part, value in parts.items()}
             advice |= dict.fromkeys(parts, fact.advice) if isinstance(fact, State) else {}
         return Report(None if error is None else (public_class(error).__name__, reason_of(error)), texts, advice)
