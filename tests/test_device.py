@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE, IS_SIMULATED, count, deterministic, no_float64, no_waits, only_simulated
+from gradient_cases import forced
 from loss_cases import FORMS, INPUTS, Form, normal
 from scripts import run_script
-from subjects import LIMITS, error
+from subjects import LIMITS, error, gradient
 from torch import nn
 from torch.distributed.distributed_c10d import BackendConfig
-from workers import error_of
+from workers import WorkerPool, error_of
 
 import fullrank
 from fullrank.kernels import native
@@ -403,6 +404,33 @@ def test_a_group_without_a_backend_serves_the_accelerator_alone(monkeypatch: pyt
         for name in (dist.Backend.UNDEFINED, f"cpu:gloo,{DEVICE.type}:gloo")
     ]
     assert served == [[DEVICE.type], ["cpu", DEVICE.type]]
+
+
+def over_the_host(rank: int) -> list[Any]:
+    """Return the gradient of losses of rows on the CPU, and on the device in a group of gloo that serves it."""
+    group = dist.new_group(backend=f"cpu:gloo,{DEVICE.type}:gloo")
+    options: Any = {"quantile": 0.1, "surrogate": "sigmoid", "group": group}
+    recall = [fullrank.RecallAtQuantileLoss(1, threshold_gradient=each, **options) for each in (True, False)]
+    losses = [fullrank.SupConLoss(group=group), *map(fullrank.large.ShardedLoss, recall)]
+    rows = torch.randn(90, 1, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        leaf = rows.detach().to(device).requires_grad_()
+        for loss in losses:
+            given = torch.cat([leaf, leaf.square()], dim=1) if loss is losses[0] else leaf
+            with forced("sums"):
+                value = loss(given, (rows[:, 0] > 1).long().to(device))
+            assert value.device == device
+            value.backward()
+        found.append(gradient([leaf]).cpu().numpy())
+    return found
+
+
+def test_rows_of_a_device_that_gloo_serves_travel_over_the_host() -> None:
+    pool = WorkerPool(2)  # the device stays registered for the whole process
+    for on_host, on_device in pool(over_the_host):
+        assert error(torch.from_numpy(on_device), torch.from_numpy(on_host)) <= LIMITS["float64"]
+    pool.close()
 
 
 def test_a_sharded_loss_leaves_out_rows_that_one_rank_ignores(over_ranks: str) -> None:
