@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,11 @@ def test_steps_of_a_loss_equal_those_of_the_cpu(name: str, way: tuple[torch.dtyp
 
 # Rows, classes and the share of positives; from bins of one and of several classes to many ties.
 LARGE = {"bins": (20_001, 1, 0.3), "ties": (30_003, 1, 0.3), "classes": (3_000, 20, None), "wide": (20_001, 1, 0.3)}
+KINDS = ["all", "some ignored, weighted", "some of weight 0"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all", "some ignored, weighted", "some of weight 0"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(("name", "kind"), [*zip([*LARGE, *LARGE], cycle(KINDS))])
 def test_large_pools_equal_those_of_the_cpu(name: str, kind: str, way: tuple[torch.dtype, float]) -> None:
     (num_rows, num_classes, share), (dtype, limit) = LARGE[name], way
     generator = torch.Generator().manual_seed(3)

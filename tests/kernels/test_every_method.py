@@ -132,7 +132,10 @@ FAST = ["", "members, weights of each class", "weights of all rows"]
 SLOW = ["members", "weights", "members, weights of all rows of each class"]
 OF_KINDS = [(kind, extra) for kind in ("normal", "ties") for extra in FAST]
 OF_KINDS += [(kind, FAST[number % 3]) for number, kind in enumerate([*SCORES][2:])]
-OF_KINDS += [pytest.param(kind, SLOW[n % 3], marks=pytest.mark.slow) for n, kind in enumerate(SCORES)]
+OF_KINDS += [
+    pytest.param(kind, SLOW[n % 3], marks=pytest.mark.slow if n < 3 else pytest.mark.full)
+    for n, kind in enumerate(SCORES)
+]
 
 
 @pytest.mark.parametrize(("kind", "extra"), OF_KINDS)

@@ -719,8 +719,8 @@ def test_the_same_bits_with_any_instructions(tmp_path: Path) -> None:
                 assert result("contracted", *FLAGS[:-1], "-ffp-contract=fast", one) != expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_control", [False, True])
 def test_no_sanitizer_finds_an_error(is_control: bool, tmp_path: Path) -> None:
     """Neither of addresses nor of undefined behaviour, in 40 calls; the control allocates too little."""
     asked = [f"-print-file-name={name}" for name in ("libasan.so", "libubsan.so")] if shutil.which("gcc") else []

@@ -10,13 +10,12 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
-from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss, on_devices
+from loss_cases import FORMS, IGNORED, LOSSES, NAN, POOLED, Form, Loss, Settings, on_devices
 from on_ranks import on_ranks
 from refusals import BINARY, LOGITS, ONES, TARGETS, Refusal, T, V, ends, refused_rows
 from torch import Tensor, nn
@@ -30,10 +29,7 @@ from fullrank.losses import (
     InfoNCELoss,
     LossWarmupWrapper,
     NDCGLoss,
-    PAUCAtBudgetLoss,
-    RecallAtQuantileLoss,
     RetrievalSmoothAPLoss,
-    SigLIPLoss,
     SigmoidFocalLoss,
     SmoothAPLoss,
     SoftmaxFocalLoss,
@@ -464,62 +460,38 @@ def test_repr_shows_the_schedule_and_the_temperature() -> None:
     assert "temperature=None\n" in repr(SmoothAPLoss(1))
 
 
-PAIRWISE = partial(PAUCAtBudgetLoss, surrogate="pairwise")
-# A loss, an attribute, a value that is refused after the construction too, and one that is not.
-ASSIGNED = [
-    (partial(SmoothAPLoss, queue_size=4), "queue_size", 5, 4),
-    (SmoothAPLoss, "num_classes", 3, 1),
-    (SmoothAPLoss, "ignore_index", -1, -100),
-    (SmoothAPLoss, "queue_keep", "negatives", "all"),
-    (SmoothAPLoss, "multi_hot", True, False),
-    (SmoothAPLoss, "reduction", "avg", "sum"),
-    (SmoothAPLoss, "weighting", "queries", "positives"),
-    (SmoothAPLoss, "max_pool_size", 0, 8),
-    *((SmoothAPLoss, "temperature", bad, 0.1) for bad in (-0.1, NAN, 1e-38, "0.1")),
-    (SmoothAPLoss, "gather_distributed", 1, False),
-    (SmoothAPLoss, "gradient_reduction", 0, "sum"),
-    (RecallAtQuantileLoss, "quantile", 5, 0.05),
-    (RecallAtQuantileLoss, "surrogate", "soft", "sigmoid"),
-    (partial(RecallAtQuantileLoss, surrogate="dro"), "temperature", 0.1, None),
-    (partial(RecallAtQuantileLoss, surrogate="dro"), "threshold_gradient", False, True),
-    (PAUCAtBudgetLoss, "temperature", 0.2, 0.1),
-    (PAUCAtBudgetLoss, "n_knots", 3, 2),
-    (PAIRWISE, "beta", 0.0, 0.1),
-    (PAIRWISE, "dro_lambda", 1.0, None),
-    (NDCGLoss, "top", 0, 5),
-    (NDCGLoss, "gain", "square", "exponential"),
-    (RetrievalSmoothAPLoss, "reduction", "avg", "none"),
-    *((kind, "temperature", None, 0.5) for kind in (SupConLoss, InfoNCELoss)),
-    (SupConLoss, "queue_size", 8, 0),
-    (InfoNCELoss, "queue_size", 8, 0),
-    (InfoNCELoss, "temperature", 0.0, 0.5),
-    *((InfoNCELoss, *rest) for rest in (("margin", -1, 0.1), ("margin_strategy", "soft", "relative"))),
-    *((InfoNCELoss, *rest) for rest in (("hardness_mode", "hard", "all_negatives"), ("hardness_strength", -1, 2.0))),
-    *((InfoNCELoss, *rest) for rest in (("max_logit_scale", 0, 50.0), ("normalize", 1, False))),
-    (InfoNCELoss, "symmetric", True, False),
-    (InfoNCELoss, "directions", ("query_to_doc", "doc_to_doc"), ("query_to_doc",)),
-    (SigLIPLoss, "bias", float("inf"), -5.0),
-    (CrossEntropyLoss, "label_smoothing", 2, 0.1),
-    (CrossEntropyLoss, "reduction", "avg", "sum"),
-    (BCEWithLogitsLoss, "reduction", "avg", "none"),
-    (SigmoidFocalLoss, "alpha", 2, -1),
-    (SigmoidFocalLoss, "gamma", -1, 0),
-    (SoftmaxFocalLoss, "label_smoothing", 2, 0.1),
-    (SoftmaxFocalLoss, "reduction", "avg", "sum"),
-]
+FIXED = {"num_classes", "queue_size", "queue_keep", "multi_hot", "symmetric", "directions"}  # as in the constructor
+# What is taken as it is when it is assigned, or cannot be assigned.
+AS_GIVEN = {"name", "num_features", "function", "learn", "learn_temperature", "class_weight", "weight", "pos_weight"}
 
 
-@pytest.mark.parametrize(("make", "name", "bad", "good"), ASSIGNED)
-def test_an_attribute_is_checked_when_it_is_assigned(make: Any, name: str, bad: Any, good: Any) -> None:
-    """Also the second time; what is refused changes nothing. The control: a value that is right."""
-    loss = make()
-    for _ in range(2):
-        before = getattr(loss, name)
-        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b.*: expected"):
-            setattr(loss, name, bad)
-        assert getattr(loss, name) == before
-        setattr(loss, name, good)
-        assert getattr(loss, name) == good
+def refused_later(loss: Loss) -> Iterator[tuple[Settings, str, Any]]:
+    """Yield settings, and an argument with a value that is refused when it is assigned to a loss with them."""
+    left_out = AS_GIVEN if loss.is_pooled else AS_GIVEN | {"ignore_index"}
+    for name in sorted(loss.arguments - left_out):
+        entry = loss.argument(name)
+        others = [entry.other] if name in FIXED or name == "ignore_index" else []
+        values = [bad for bad in [*entry.bad, *entry.wrong, *others] if bad is not None or name != "temperature"]
+        yield from ((loss.form_with(name).settings, name, bad) for bad in values)
+    for names, changes, _ in loss.together if loss.is_pooled else ():  # values that do not go together
+        rest, name = dict(changes), names.partition(",")[0]
+        if len(rest) <= 2:
+            value = rest.pop(name)
+            yield rest, name, value
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.module and not loss.parts])
+def test_an_attribute_is_checked_when_it_is_assigned(name: str) -> None:
+    """Also the second time; what is refused changes nothing. The control: the value that it has."""
+    row = LOSSES[name]
+    for settings, argument, bad in refused_later(row):
+        loss = row.module(**Form(row, settings).given(num_classes=4, queue_size=8))
+        for _ in range(2):
+            before = getattr(loss, argument)
+            with pytest.raises((TypeError, ValueError), match=rf"\b{argument}\b.*: expected"):
+                setattr(loss, argument, bad)
+            assert getattr(loss, argument) == before
+            setattr(loss, argument, before)
 
 
 def test_two_losses_cannot_share_a_queue() -> None:

@@ -339,7 +339,7 @@ def test_negatives_of_each_query_are_given_by_query() -> None:
     assert loss(*rows).isfinite()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in DIRECTED if " and " not in name and "mask" not in name])
 def test_options_are_those_of_the_package_of_sentence_transformers(name: str) -> None:
     """Their loss of pairs, and with two hard negatives a query. The control is theirs without the options."""

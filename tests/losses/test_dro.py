@@ -167,7 +167,7 @@ def test_it_is_the_definition(form: str, spread: float, monkeypatch: pytest.Monk
     """Of ties, of a row far above or far below, with weights and any number of rows; float32 rounds the gradient."""
     take(form, monkeypatch)
     generator = torch.Generator().manual_seed(int(spread))
-    for case, count in enumerate((2, 15, 16, 17, 40, 513, 1100)):
+    for case, count in enumerate((2, 15, 16, 17, 513)):
         logits = spread * torch.randn(count, generator=generator, dtype=torch.float64)
         positive = torch.rand(count, generator=generator) < 0.2
         positive[0], positive[1] = True, False

@@ -91,18 +91,17 @@ MANY = 9  # classes, of which four at a time have kernels
 
 
 @pytest.mark.slow
-@DTYPES
 @pytest.mark.parametrize(
-    ("num_classes", "surrogate", "method"),
+    ("num_classes", "surrogate", "method", "dtype"),
     [
-        (3, "trapezoid", "binned"),
-        (3, "pairwise", "direct"),
-        (MANY, "trapezoid", "direct"),
-        (MANY, "pairwise", "binned"),
+        (3, "trapezoid", "binned", torch.float32),
+        (3, "pairwise", "direct", torch.float64),
+        (MANY, "trapezoid", "direct", torch.float64),
+        (MANY, "pairwise", "binned", torch.float32),
     ],
 )
 def test_classes_of_different_scale_share_a_call(
-    num_classes: int, surrogate: str, method: str, dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+    num_classes: int, surrogate: str, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has an outlier in addition. Its class is summed alone, and the others together."""
     pair = {"direct": 0.0, "binned": 1e9}[method]
@@ -119,7 +118,7 @@ def test_classes_of_different_scale_share_a_call(
     exact = torch.stack([exactly(scores[:, c], positive[:, c], **options)[1] for c in range(num_classes)], dim=1)
     _, gradient = ours(scores, positive, dtype, reduction="sum", **options)
     for c in range(num_classes):
-        assert error(gradient[:, c], exact[:, c]) <= limit
+        assert error(gradient[:, c], exact[:, c]) <= (FLOAT32 if dtype == torch.float32 else FLOAT64)
 
 
 @pytest.mark.parametrize("surrogate", ["trapezoid", "pairwise"])
