@@ -256,7 +256,7 @@ def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> 
 
 @on_ranks()
 def test_weights_are_compared_as_numbers(rank: int) -> None:
-    """The control, other numbers, is the fault of weights above."""
+    """The control, other numbers, is an argument that differs in test_drift.py."""
     loss = CombinedLoss(
         {"ap": SmoothAPLoss(1), "ce": BCEWithLogitsLoss()}, [{"ap": 0, "ce": 2}, {"ap": -0.0, "ce": 2.0}][rank % 2]
     )

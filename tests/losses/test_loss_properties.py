@@ -74,25 +74,6 @@ def test_extreme_magnitudes(name: str, dtype: torch.dtype) -> None:
             assert_reference(name, one, rows.targets, tolerance)
 
 
-def test_all_scores_equal() -> None:
-    logits = torch.full((9, 1), 2.5, requires_grad=True)
-    targets = (torch.arange(9) < 3).long()
-    assert_close(losses.smooth_ap(logits, targets).item(), 1 - (1 + 2 / 2) / (1 + 8 / 2), rtol=1e-6, atol=0)
-    assert losses.recall_at_quantile(logits, targets, surrogate="sigmoid").item() == 0.5
-    module = losses.PAUCAtBudgetLoss(1, surrogate="trapezoid", queue_size=0)
-    with pytest.warns(UserWarning, match="hardly differ: the scale by tau_scale=.* is at most 1e-12") as caught:
-        result = module(logits, targets, return_per_class=True)
-    assert caught[0].filename == __file__
-    assert (result.loss.item(), result.valid.tolist()) == (0.0, [False])
-    assert module(logits, targets).item() == 0.0  # warned once: a second warning would be an error
-    for loss in (losses.smooth_ap(logits, targets), result.loss):
-        assert bool(torch.autograd.grad(loss, logits)[0].isfinite().all())
-    forget_hints()
-    scaled = losses.PAUCAtBudgetLoss(1, surrogate="dro", tau_scale="iqr", queue_size=0)
-    with pytest.warns(UserWarning, match="tau_scale='iqr' is at most 1e-12"):
-        assert not bool(scaled(logits, targets, return_per_class=True).valid.any())
-
-
 def test_equal_scores_are_valid_where_no_scale_divides_them() -> None:
     """Each pair has the logistic loss of 0, and pulls its rows apart by half."""
     logits = torch.full((9, 2), 2.5, requires_grad=True)
@@ -106,6 +87,9 @@ def test_equal_scores_are_valid_where_no_scale_divides_them() -> None:
     expected = torch.zeros(9, 2)
     expected[:3, 0], expected[3:, 0] = -0.5 / 3, 0.5 / 6
     assert_close(gradient, expected, rtol=1e-6, atol=0)
+    scaled = losses.PAUCAtBudgetLoss(2, tau_scale="iqr", queue_size=0, multi_hot=True)
+    with pytest.warns(UserWarning, match="tau_scale='iqr' is at most 1e-12"):  # the control
+        assert not scaled(logits, targets, return_per_class=True).valid.any()
 
 
 @pytest.mark.parametrize(("label", "score"), [(0, -math.inf), (1, math.inf)], ids=["negative_last", "positive_first"])
@@ -212,17 +196,6 @@ def test_rows_of_no_weight_do_not_count(name: str) -> None:
         assert not gradient[~kept].any()
     control, _ = run(name, case, Rows(torch.where(kept[:, None], rows.logits, 2.0), rows.targets))
     assert not torch.allclose(control, expected, rtol=1e-6)
-
-
-@over_forms
-def test_weights_of_positives_alone(name: str) -> None:
-    """The control: the weights of all rows."""
-    case, options = INPUTS["binary"], {"weighting": "positives"}
-    rows = case.rows(weighted=True)
-    others = rows._replace(sample_weight=torch.where(rows.targets == 1, rows.sample_weight, 0.5))
-    expected, found = (run(name, case, given, **options) for given in (rows, others))
-    assert all(torch.equal(*both) for both in zip(found, expected))
-    assert not torch.equal(*(run(name, case, given)[0] for given in (rows, others)))
 
 
 @over_forms

@@ -121,21 +121,6 @@ def test_controls_of_the_definitions(name):
     assert min(abs(ours - other.loss.item()) for other in wrong) > 1e-5
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", [name for name, loss in POOLED.items() if "positives" in loss.needs])
-def test_a_class_without_positives_is_left_out(name, reduction):
-    loss, case = POOLED[name], INPUTS["classes"]
-    rows = cases.leaf(case.rows(3))
-    rows = rows._replace(targets=rows.targets.masked_fill(rows.targets == 1, 0))
-    expected = loss.reference(rows, reduction=reduction, **loss.first.settings)
-    result = cases.call(case.module(loss.first, reduction=reduction), rows, return_per_class=True)
-    assert result.valid.tolist() == [True, False, True]
-    assert result.per_class.isnan().tolist() == [False, True, False]
-    _compare(result, expected, rows.logits, rows.logits)
-    if reduction == "mean":  # a control: it is not the mean over all classes
-        assert abs(result.loss.item() - result.per_class.nansum().item() / 3) > 1e-3
-
-
 OF_ELEMENTS = [(*each, is_weighted) for each in _settings(SUMMED) for is_weighted in {True, each[1] == ""}]
 
 

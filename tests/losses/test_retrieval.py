@@ -198,34 +198,6 @@ def test_padding_at_most_doubles_the_rows_and_no_query_costs_an_operator(simulat
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["queries", "weighted queries", "embeddings"])
-def test_float32_and_sums_by_bins(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The loss of each query, and the gradient of a combination of them."""
-    (logits, targets, *_, weight), indexes = make_queries(1, weighted="weighted" in kind)
-    if kind == "embeddings":
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.randn(150, 16, generator=generator).double()
-        targets = torch.randint(0, 12, (150,), generator=generator)
-
-    def outcome(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        leaf = logits.float().to(dtype).requires_grad_()
-        if kind == "embeddings":
-            loss = retrieval_smooth_ap(leaf, targets, temperature=0.05, reduction="none")
-        else:
-            loss = smooth_ap(leaf, targets, 0.1, "none", sample_weight=weight, indexes=indexes)
-        return loss.detach(), cases.gradient(loss, leaf)
-
-    exact, narrow = outcome(torch.float64), outcome(torch.float32)
-    # A pair costs so much that pairs are never summed one by one.
-    monkeypatch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(pair=1e9, native_pair=math.inf))
-    by_bins = outcome(torch.float64)
-    assert not torch.equal(by_bins[0].nan_to_num(), exact[0].nan_to_num())  # they are other sums
-    for limit, (loss, gradient) in ((2e-6, narrow), (2e-6, outcome(torch.float32)), (1e-12, by_bins)):
-        assert (loss - exact[0]).abs().nan_to_num().max() <= limit
-        assert (gradient.double() - exact[1]).norm() <= limit * exact[1].norm()
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_length_of_an_embedding_does_not_matter(scale: float) -> None:
     """In float32, where the squares of such lengths vanish or overflow. The gradient is along no embedding."""

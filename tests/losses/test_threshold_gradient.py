@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import loss_cases as cases
 import pytest
-import reference
 import torch
 from loss_cases import LINEAR, POOLED, SMOOTH_RECALL, normal, step
 from reference import Rows
@@ -52,25 +49,6 @@ def test_gradients_of_many_rows_add_up_to_zero(setting: str) -> None:
     loss = POOLED[loss_name].module(1, queue_size=0, **(options | ({"n_knots": 12} if "pauc" in setting else {})))
     _, gradient = step(loss, normal(count, 1), (normal(count, seed=1) > 1).long())
     assert float(imbalance(gradient)) <= 1e-12
-
-
-@over_settings
-def test_a_pool_of_one_live_row(setting: str) -> None:
-    """A live positive of recall is its own reference, so nothing can move. Partial AUC has a negative to move too."""
-    loss_name, options = SETTINGS[setting]
-    past = Rows(normal(40, 1), (normal(40, seed=1) > 0.5).long())
-    for target in (0, 1):
-        loss = POOLED[loss_name].module(1, queue_size=40, **options)
-        loss(past.logits, past.targets)
-        twin = cases.leaf(Rows(torch.tensor([[0.7]]).double(), torch.tensor([target])))
-        if target == 0 and options.get("pos_numerator") == "live":
-            continue  # without a live positive the class is not valid
-        value, gradient = step(loss, twin.logits, twin.targets)
-        expected = POOLED[loss_name].reference(twin, reference.enqueue(None, past, 40), **options)
-        assert_close(value, expected.loss.detach(), rtol=1e-12, atol=1e-14)
-        (theirs,) = torch.autograd.grad(expected.loss, twin.logits, allow_unused=True)
-        assert_close(gradient, torch.zeros_like(gradient) if theirs is None else theirs, rtol=1e-12, atol=1e-14)
-        assert float(gradient.abs().max()) <= 1e-14
 
 
 def test_positives_without_a_live_reference_row_have_no_gradient() -> None:
@@ -149,47 +127,6 @@ def test_a_class_that_is_not_valid_has_no_gradient(interpolation: str) -> None:
 
 
 # Digits
-
-
-CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "plain": lambda x: x,
-    "offset": lambda x: x + 1e6,
-    "ties": lambda x: (x * 2).round() / 2,
-    "equal": lambda x: torch.full_like(x, 3.0),
-    "range": lambda x: torch.where(torch.arange(400)[:, None] % 50 == 7, x * 1e30, x),
-    "wide": lambda x: x * 1e4,
-    "narrow": lambda x: x * 1e-3,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CHANGED)
-def test_float32_recall(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a queue of other scores too, so that the live rows are far from the threshold.
-
-    A small chunk makes slopes relative to those of the nearest row only where that is required.
-    """
-    scores, targets = CHANGED[case](normal(400, 1)).float().double(), (normal(400, seed=1) > 1).long()
-    for rule, queued, temperature in (
-        *(("higher", 0, 0.3), ("linear", 150, 0.3), ("midpoint", 150, 0.01), ("linear", 0, 0.3)),
-    ):
-        live, past = Rows(scores[queued:], targets[queued:]), Rows(scores[:queued], targets[:queued])
-        twin = cases.leaf(live)
-        given = {"quantile": 0.123, "quantile_interpolation": rule, "temperature": temperature}
-        given |= SMOOTH_RECALL
-        expected = reference.recall_at_quantile(twin, past if queued else None, **given)
-        (exact,) = torch.autograd.grad(expected.loss, twin.logits)
-        for chunk in (TABLE["cpu"].rows_at_once, 64):
-            with monkeypatch.context() as patch:
-                patch.setitem(TABLE, "cpu", TABLE["cpu"]._replace(rows_at_once=chunk))
-                loss = RecallAtQuantileLoss(1, queue_size=queued, **given)
-                loss.queue.enqueue(past.logits.float(), past.targets)
-                _, gradient = step(loss, live.logits.float(), live.targets)
-            assert gradient.dtype == torch.float32
-            # The peaks of a threshold between two scores can lie between ties: then nothing has a slope.
-            # A slope s'(d) errs by |d| roundings, and is below e^-32 from d = 32.
-            limit = max(32 * torch.finfo(torch.float32).eps * float(exact.abs().max()), 1e-30)
-            assert float((gradient.double() - exact).abs().max()) <= limit, (rule, queued, temperature, chunk)
 
 
 @pytest.mark.parametrize("chunk", [None, 64])

@@ -357,20 +357,6 @@ def test_infinite_scores_follow_the_definition():
 # --- as a torchmetrics metric ----------------------------------------------------------------------------------------
 
 
-def test_cache_reset_and_compute_before_update():
-    scores, targets = _binary("random")
-    for kind in (RecallAtQuantile, PAUCAtBudget):
-        metric = kind(1)
-        value = _value(metric, scores, targets)
-        assert metric.compute() is value
-        metric.reset()
-        assert metric.logits == []
-        with pytest.warns(UserWarning, match="was called before the ``update`` method"):
-            assert metric.compute().isnan()
-        assert not metric.update_called
-        _close(_value(metric, scores, targets), value)
-
-
 def test_copies_and_saved_state():
     logits, targets = make_rows(100)
     for metric, fresh in zip(make_metrics(), make_metrics()):

@@ -131,21 +131,6 @@ def test_rows_that_enter(name: str) -> None:
         assert not held.logits.requires_grad
 
 
-def test_weights_and_flags_stay_with_their_rows() -> None:
-    queue = MemoryQueue(3, 1)
-    queue.enqueue(*rows(0, 2))
-    assert queue.rows().sample_weight is None
-    queue.enqueue(*rows(2, 3), torch.tensor([True, False, True]), torch.tensor([2.0, 3.0, 4.0]))
-    held = queue.rows()
-    assert held.sample_weight is not None
-    order = held.logits[:, 0].argsort()
-    assert held.sample_weight[order].tolist() == [2.0, 3.0, 4.0]
-    assert held.iid_mask[order].tolist() == [True, False, True]
-    queue.reset()
-    assert len(queue) == 0
-    assert queue.rows().sample_weight is None
-
-
 def test_dtype_follows_the_rows_and_never_the_module() -> None:
     loss = fullrank.SmoothAPLoss(num_classes=1, queue_size=4)
     third = torch.full((1, 1), 1 / 3)
