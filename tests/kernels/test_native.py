@@ -165,15 +165,6 @@ def test_a_small_pool_in_one_step(
         assert torch.equal(logits[0].grad, logits[1].grad)
     assert loss.current_temperature == pytest.approx(0.3 if temperature else counted[-1][-1], rel=0)
     assert [found is not None for found in counted] == [True] * 5
-    kept = loss(logits[0], targets)
-    (gradient,) = torch.autograd.grad(kept, logits[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="second"):
-        torch.autograd.grad(gradient.sum(), logits[0])
-    # What is not ordinary goes the long way, with its errors.
-    assert loss(scores.detach(), torch.zeros_like(targets)) == 0
-    assert loss(scores.detach().fill_(torch.nan), targets).isnan()
-    with pytest.raises(ValueError, match="targets"):
-        loss(logits[0], targets[:-1])
 
 
 class TheLongWay(fullrank.SmoothAPLoss):
@@ -323,46 +314,6 @@ def test_the_spread_of_a_step_is_that_of_torch(dtype: torch.dtype) -> None:
     assert native.smooth_ap_rows(*without_positive, None, None, -100, None, 1.0, True, ALL)[1].tolist() == [False]
     for ignored, temperature, most in ((1, None, ALL), (-100, 1e-38, ALL), (-100, None, 4 * 8 - 1)):
         assert native.smooth_ap_rows(*ordinary, None, None, ignored, temperature, 1.0, True, most) is None
-
-
-@needs_extension
-@pytest.mark.parametrize("dtype", LIMITS)
-def test_moments_and_polynomials_of_bins(dtype: torch.dtype) -> None:
-    """By their definition, with members and without, for the numbers of powers that the compiler knows and others."""
-    scores, positive, members = rows(2, 1000, dtype)
-    first, num_bins, scale = torch.tensor([-40.0, -33.0], dtype=dtype), 80, 8.0
-    scores = scores.clamp(-4, 4)
-    rounded = (scores * scale).round()
-    u, bins = 2 * (scores * scale - rounded), (rounded - first[:, None]).long()
-    for p, member in itertools.product((1, 3, 4, 6, 8), (None, members)):
-        held = torch.ones_like(members) if member is None else member
-        expected = torch.zeros(p, 2, num_bins + 1, dtype=torch.float64)
-        for k in range(p):
-            expected[k].scatter_add_(1, bins, torch.where(held, u.double() ** k, 0.0))
-        found = native.moments(scores, member, scale, first, num_bins, p)
-        torch.testing.assert_close(found[..., :-1], expected[..., :-1], rtol=0, atol=1e-12)
-        weight = torch.rand(2, 1000, dtype=dtype)
-        weighted = native.moments(scores, member, scale, first, num_bins, p, weight=weight)
-        for k in range(p):
-            expected[k] = expected[k].zero_().scatter_add_(1, bins, torch.where(held, weight * u.double() ** k, 0.0))
-        torch.testing.assert_close(weighted[..., :-1], expected[..., :-1], rtol=0, atol=1e-12)
-        table, out = torch.randn(p, 2, num_bins + 1, dtype=dtype), torch.empty_like(scores)
-        table[..., -1] = 0
-        native.evaluate(table, scores, member, scale, first, out)
-        value = sum(table[k].gather(1, bins).double() * u.double() ** k for k in range(p))
-        torch.testing.assert_close(out.double(), value.where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
-        native.evaluate(table, scores, member, scale, first, out, weight=weight)
-        torch.testing.assert_close(out.double(), (weight * value).where(held, 0.0), rtol=0, atol=10 * LIMITS[dtype])
-        # Of the only class two sums, and two polynomials.
-        only = scores[:1], None, scale, first[:1]
-        groups = native.moments(*only, num_bins, p, positive[:1])
-        for group, mask in enumerate((~positive[:1], positive[:1])):
-            alone = native.moments(scores[:1], mask, *only[2:], num_bins, p)
-            torch.testing.assert_close(groups[:, group, :-1], alone[:, 0, :-1], rtol=0, atol=1e-12)
-        both = torch.empty_like(scores[:1])
-        native.evaluate(table[:, :1], *only, both, positive[:1], 2 * table[:, :1].double())
-        twice = value[:1] * (1 + positive[:1].double())
-        torch.testing.assert_close(both.double(), twice, rtol=0, atol=20 * LIMITS[dtype])
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------

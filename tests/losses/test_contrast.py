@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from batches import split
-from loss_cases import on_devices
+from loss_cases import of_block, on_devices
 from on_ranks import on_ranks
 from subjects import Model, gradient, whole, wrap
 from torch import Tensor, nn
@@ -27,15 +27,10 @@ import fullrank
 from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, RowLoss, SigLIPLoss, SupConLoss
 from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
-from fullrank.losses import Block
 from fullrank.losses.embeddings import base as embeddings_base
 from fullrank.losses.embeddings import pairs
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
-
-
-def cross_entropy(block: Block) -> Tensor:
-    return F.cross_entropy(block.scores, block.positives, reduction="none")
 
 
 OPTIONS = {"margin": 0.1, "queue_size": 16}
@@ -44,7 +39,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "symmetric": partial(InfoNCELoss, 0.2, symmetric=True, learn_temperature=True, **OPTIONS),
     "siglip": partial(SigLIPLoss, 0.2, -1.0, **OPTIONS),
     "dot": partial(InfoNCELoss, 0.2, symmetric=True, normalize=False),
-    "row": partial(RowLoss, cross_entropy, temperature=0.2, learn_temperature=True, queue_size=16),
+    "row": partial(RowLoss, of_block, temperature=0.2, learn_temperature=True, queue_size=16),
     "sup_con": partial(SupConLoss, 0.2, queue_size=14),
     "several": partial(SupConLoss, 0.2),
 }

@@ -251,19 +251,6 @@ def test_the_value_is_that_of_the_reference(name, kind):
         assert abs(value - _value(PAUCAtBudget(1, 0.05, 0.3), scores, targets)) > 1e-3
 
 
-def test_multi_class_is_one_against_the_rest():
-    logits, targets = make_rows(301)
-    kept = (targets != -100).numpy()
-    exact, classes = logits.double().numpy()[kept], targets.numpy()[kept]
-    recall, pauc = RecallAtQuantile(3, 0.1, average=None), PAUCAtBudget(3, 0.05, 0.3, average=None)
-    expected_recall = [recall_reference(exact[:, c], classes == c, 0.1, "higher") for c in range(3)]
-    expected_pauc = [pauc_reference(exact[:, c], classes == c, 0.05, 0.3) for c in range(3)]
-    _close(_value(recall, logits, targets), expected_recall)
-    _close(_value(pauc, logits, targets), expected_pauc)
-    _close(_value(RecallAtQuantile(3, 0.1), logits, targets), np.mean(expected_recall))
-    _close(_value(PAUCAtBudget(3, 0.05, 0.3), logits, targets), np.mean(expected_pauc))
-
-
 def test_rows_in_any_order_and_in_parts_give_one_value_and_forward_that_of_its_part():
     logits, targets = make_rows(301)
     order = torch.randperm(301, generator=torch.Generator().manual_seed(2))
