@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
-from parts import Meet, together
 from score_sets import ROWS, SETS, generator, normal
 from torch import Tensor
 
@@ -129,45 +127,6 @@ def test_rows_and_classes_are_split(
         found = smooth_ap_by("binned", scores, positive, 0.1, is_weighted=weighs)
         assert_same(found, expected[weighs], torch.float64)
         assert not torch.allclose(found[0], expected[not weighs][0], rtol=1e-3)
-
-
-# The class, the row and the sign of infinities among 600 rows, of which rows 0 and 300 are positives.
-INFINITIES = {
-    "both ends": [(0, 5, 1), (2, 400, -1)],
-    "of a positive": [(1, 300, 1)],
-    "two negatives": [(1, 5, 1), (1, 400, 1)],
-    "two, one of them positive": [(1, 5, -1), (1, 300, -1)],
-}
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("kind", INFINITIES)
-def test_infinite_scores_move_alike_in_parts_of_the_rows(kind: str, is_masked: bool) -> None:
-    scores, positive = torch.randn(3, 600, generator=generator()), torch.arange(600).expand(3, -1) % 300 == 0
-    scores[0] += 1e6
-    scores[2, 250:] = math.nan  # rows that take no part
-    for class_of, row, sign in INFINITIES[kind]:
-        scores[class_of, row] = sign * math.inf
-    member = ~scores.isnan() if is_masked else None
-    whole, ends, clashes = sums.move_infinities(scores, positive, member, 0.1)
-
-    def of_part(own: slice, add: Meet, largest: Meet) -> tuple[Tensor, Tensor, Tensor]:
-        part = None if member is None else member[:, own]
-        return sums.move_infinities(scores[:, own], positive[:, own], part, 0.1, largest, add)
-
-    moved, rounds = together([partial(of_part, slice(*part)) for part in pairwise([0, 0, 250, 600])])
-    assert rounds == 2
-    assert torch.equal(torch.cat([part[0] for part in moved], dim=1), whole)
-    for part in moved:
-        assert torch.equal(part[1], ends)
-        assert torch.equal(part[2], clashes)
-    assert clashes.tolist() == [False, kind == "two, one of them positive", False]
-    assert torch.equal(ends[:, :2], sums.ends_of(whole, None)[:, :2])
-    for class_of, row, sign in INFINITIES[kind]:
-        others = sign * scores[class_of][scores[class_of].isfinite()]
-        end = sign * whole[class_of, row]
-        rounding = torch.finfo(torch.float32).eps * end.abs()
-        assert 6.4 - rounding <= end - others.max() <= max(6.5, 1.1e-3 * others.abs().max())
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.05, 1.0, 30.0])

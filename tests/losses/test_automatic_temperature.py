@@ -14,7 +14,7 @@ from reference import Rows
 from torch import Tensor
 
 from fullrank import PAUCAtBudgetLoss, RetrievalSmoothAPLoss
-from fullrank.kernels.spread import evenly_spaced, spread_of, standardized
+from fullrank.kernels.spread import spread_of, standardized
 from fullrank.losses import retrieval_smooth_ap
 
 AUTOMATIC = {
@@ -59,15 +59,6 @@ def test_the_spread_is_that_of_the_members_and_of_normal_scores_their_deviation(
     generator = torch.Generator().manual_seed(0)
     for shape in ((1, 300_000), (5, 50_000), (300, 2000)):
         assert spread_of(7 + 3 * torch.randn(shape, generator=generator), None) == pytest.approx(3.0, rel=0.06)
-
-
-@pytest.mark.parametrize(("count", "among"), [(1, 1), (7, 7), (5, 9), (64, 1000), (4096, 4097), (4096, 10**6)])
-def test_the_sample_equals_the_reference(count: int, among: int) -> None:
-    chosen = evenly_spaced(count, among, torch.device("cpu")).tolist()
-    assert chosen == reference.evenly_spaced(count, among)
-    assert all(k * among // count <= row <= (k + 1) * among // count for k, row in enumerate(chosen))
-    assert chosen == sorted(chosen)
-    assert chosen[-1] < among
 
 
 @pytest.mark.parametrize("classes", [1, 3])

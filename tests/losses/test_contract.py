@@ -183,7 +183,6 @@ ADVICE: dict[str, Callable[[], object]] = {
     "at least two classes in dim 1.*For one logit use SigmoidFocalLoss": lambda: softmax_focal(
         LOGITS[:, :1], TARGETS * 0
     ),
-    r"numbers in \[0, 1\], got -1\.0\. Use \(targets > 0\)\.float\(\)": lambda: sigmoid_focal(ONES, -ONES),
     r"at least two classes .*one logit is always 0. Use BCEWithLogitsLoss\(": lambda: in_warmup(SmoothAPLoss(1))(
         LOGITS[:, :1], BINARY
     ),

@@ -28,7 +28,6 @@ from fullrank import InfoNCELoss, RetrievalSmoothAPLoss, RowLoss, SigLIPLoss, Su
 from fullrank.kernels import native
 from fullrank.kernels.costs import TABLE
 from fullrank.losses.embeddings import base as embeddings_base
-from fullrank.losses.embeddings import pairs
 
 EXACT = {"rtol": 1e-11, "atol": 1e-14}  # float64, sums of some hundred terms of order one in another order
 
@@ -463,22 +462,6 @@ def test_anchors_without_a_candidate_of_their_label_count_as_none() -> None:
         found = SupConLoss()(rows, labels, reference=others, reference_labels=of_others)
     assert_close(found, SupConLoss()(rows[:64], labels[:64], reference=others, reference_labels=of_others))
     assert SupConLoss()(rows[64:], labels[64:], reference=others, reference_labels=of_others) == 0
-
-
-def test_hard_candidates_of_both_directions_fit_in_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hardness halves the rows of a block, so that as many rows as fit without it are two blocks."""
-    queries, keys = normal(6, 3), normal(6, 3, seed=1)
-    loss = InfoNCELoss(0.5, symmetric=True, hardness_mode="all_negatives", hardness_strength=1.0)
-
-    def at_once(candidates: Tensor, fewest: int | None = None, copies: int = 1) -> int:
-        return 8 // copies
-
-    for module in (embeddings_base, pairs):
-        monkeypatch.setattr(module, "anchors_at_once", at_once)
-    found = loss(queries, keys)
-    monkeypatch.undo()
-    assert_close(found, loss(queries, keys))
-    assert found > InfoNCELoss(0.5, symmetric=True)(queries, keys), "the control"
 
 
 @pytest.mark.parametrize("loss", [InfoNCELoss(), SigLIPLoss()])

@@ -126,10 +126,11 @@ def test_an_example_is_its_textbook_loop(name: str, device: torch.device, monkey
         monkeypatch.setitem(TABLE, device.type, costs._replace(similarities_at_once=1))
 
 
-def compare_gist() -> None:
+@on_ranks()
+def test_gist_by_default(rank: int) -> None:
     """GISTEmbedLoss as it comes, of triplets, by its matrices. The control: no guide."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    counts = {1: [6], 2: [4, 2], 3: [3, 0, 4]}[size]
+    size = dist.get_world_size()
+    counts = {2: [4, 2], 3: [3, 0, 4]}[size]
     rows, guides = ([normal(sum(counts), width, seed=width + place) for place in range(3)] for width in (4, 3))
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
@@ -151,10 +152,11 @@ def compare_gist() -> None:
             assert_close(slope[own], size * right[own], **EXACT)
 
 
-def compare_classes() -> None:
+@on_ranks()
+def test_a_margin_of_classes(rank: int) -> None:
     """Rows and classes lie on other ranks. The control: no margin."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    counts, of_classes = {1: ([7], [5]), 2: ([4, 3], [1, 4]), 3: ([4, 0, 3], [2, 3, 0])}[size]
+    size = dist.get_world_size()
+    counts, of_classes = {2: ([4, 3], [1, 4]), 3: ([4, 0, 3], [2, 3, 0])}[size]
     rows, centres, labels = normal(7, 4, seed=0), normal(5, 4, seed=1), torch.tensor([4, 0, 1, 1, 3, 2, 4])
     own, held = (slice(sum(each[:rank]), sum(each[: rank + 1])) for each in (counts, of_classes))
     found = example("of_classes")(rows[own], labels[own], centres[held], torch.arange(5)[held])
@@ -166,17 +168,6 @@ def compare_classes() -> None:
     assert_close(of_rows[own], size * right[own], **EXACT)
     assert_close(of_centres[held], right_centres[held], **EXACT)
     assert abs(F.cross_entropy(cosines / TEMPERATURE, labels) - expected) > 1e-3
-
-
-def test_the_recipes_of_one_process() -> None:
-    compare_classes()
-    compare_gist()
-
-
-@on_ranks()
-def test_the_recipes_over_ranks(rank: int) -> None:
-    compare_classes()
-    compare_gist()
 
 
 def cross_entropy(block: Block) -> Tensor:

@@ -1,4 +1,4 @@
-"""The metrics of embeddings against definitions in loops, torchmetrics, and one process."""
+"""The metrics of embeddings against definitions in loops, and one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor
-from torchmetrics.retrieval import RetrievalMRR, RetrievalPrecision
 from workers import error_of
 
 from fullrank.kernels.costs import TABLE
@@ -80,25 +79,6 @@ def test_they_are_their_definitions(with_references: bool, monkeypatch: pytest.M
                     metric.update(rows[part], labels[part])
         assert values_of(metric) == pytest.approx(expected[name], rel=1e-12)
         assert values_of(metric) != pytest.approx(control[name], rel=1e-4)
-
-
-def test_they_are_those_of_torchmetrics_over_a_list_of_candidates() -> None:
-    """Precision and reciprocal rank, of queries that rank references; float32 scores of few bits are exact."""
-    generator = torch.Generator().manual_seed(0)
-    rows, others = (torch.eye(8)[torch.randint(0, 8, (count,), generator=generator)] for count in (30, 40))
-    others = (others + torch.rand(40, 8, generator=generator)).bfloat16().float()
-    labels, names = torch.arange(30) % 4, torch.arange(40) % 5
-    scores = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(others).T
-    flat = scores.flatten(), (labels[:, None] == names).flatten(), torch.arange(30).repeat_interleave(40)
-    theirs = [RetrievalPrecision(top_k=k) for k in K] + [RetrievalMRR(), RetrievalMRR(top_k=3)]
-    expected = [float(one(*flat)) for one in theirs]
-    found: list[float] = []
-    for name in ("at k", "first", "first at 3"):
-        metric = metrics()[name]
-        metric.update(rows, labels, references=others, reference_labels=names)
-        found += values_of(metric)
-    assert found == pytest.approx(expected, rel=1e-6)  # theirs is float32
-    assert len({*expected}) == 5  # the control
 
 
 @on_ranks()

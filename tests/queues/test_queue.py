@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,6 +72,7 @@ def test_the_checksum_is_that_of_its_definition(
         iid, weight = torch.arange(5) % 2 == 0, torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
         if number == 1:  # what is not passed is 1
             queue.enqueue(logits, targets)
+            assert queue.rows().sample_weight is not None  # of the rows before
             iid, weight = torch.ones_like(iid), torch.ones_like(weight)
         else:
             queue.enqueue(logits, targets, iid, weight)
@@ -206,20 +206,6 @@ def test_a_loss_in_train_mode_keeps_its_queue_in_a_validation_without_gradients(
         loss.queue.assert_synchronized(group=dist.group.WORLD)
     with torch.set_grad_enabled(rank == 0):
         assert "enqueues rows: True on rank 0, False on rank 1" in error_of(lambda: plain[0](*rows_of(3, rank, 2)))[1]
-
-
-def test_validation_draws_no_rows_for_the_queue_and_reads_it_through_a_warm_up_on_request() -> None:
-    main = fullrank.SmoothAPLoss(num_classes=1, queue_size=40, temperature=0.4, max_pool_size=30)
-    loss = fullrank.LossWarmupWrapper(fullrank.SigmoidFocalLoss(), main, warmup_steps=0)
-    loss.on_train_batch_start(0)
-    loss(*rows(0, 20))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # 40 rows would be drawn down
-        value = loss.eval()(*rows(10, 20))
-    assert torch.equal(value, fullrank.losses.smooth_ap(*rows(10, 20), 0.4))
-    main.queue_in_eval, main.max_pool_size = True, None
-    assert not torch.equal(loss(*rows(10, 20)), value)
-    assert "queue_in_eval=True" in repr(main)
 
 
 @pytest.mark.parametrize(
