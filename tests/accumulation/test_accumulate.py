@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import traceback
 import warnings
 import weakref
 from collections import deque
@@ -200,35 +199,6 @@ two_of = partial(Subset, indices=[0, 1])  # a sequence by the old protocol, such
 @pytest.mark.parametrize("kind", [list, tuple, deque, two_of, lambda items: dict.fromkeys(items).keys()])
 def test_every_sequence_is_a_window(kind: Callable[[list[int]], Any]) -> None:
     assert list_micro_batches(kind([3, 4])) == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"micro_batches": 3}, r"^micro_batches: expected a list of micro-batches.* got a int\."),
-        (
-            {"micro_batches": "text"},
-            r"^micro_batches: expected a list of micro-batches.*Pass \[batch\] for one batch\.",
-        ),
-        ({"model": None}, r"model: expected an nn\.Module"),
-    ],
-)
-def test_one_process_names_what_is_no_window_and_no_model(given: dict[str, Any], text: str) -> None:
-    """Other mistakes with windows are in tests/conformance/test_faults_of_verbs.py."""
-    given = {"model": torch.nn.Linear(2, 1), "micro_batches": [torch.ones(1, 2)]} | given
-    for call in (
-        lambda: next(accumulate(**given, count=len)),
-        lambda: fullrank.pooled_backward(**given, forward=len, loss=lambda scores, _: scores.sum()),
-    ):
-        with pytest.raises(TypeError, match=text):
-            call()
-
-
-@pytest.mark.parametrize("count", [lambda batch: batch["length"], int, str, count_valid_tokens])
-def test_one_process_prints_one_traceback_of_a_count_that_fails(count: Any) -> None:
-    with pytest.raises((RuntimeError, TypeError, ValueError), match="count of micro-batch 0: ") as caught:
-        next(accumulate(torch.nn.Linear(1, 1), [{}], count))
-    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 def test_mean_loss_is_for_ended_windows() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from batches import IGNORED, Batch, all_batches, make_window, num_valid, one_process, sum_loss
+from batches import IGNORED, Batch, all_batches, make_window, one_process, sum_loss
 from on_ranks import common_error, on_ranks
-from subjects import Model, by_hand, error, gradient, mesh_of, reduced, wrap
+from subjects import Model, by_hand, error, mesh_of, reduced, wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from workers import error_of
 
-from fullrank import DeferredMean, accumulate, clip_grad_norm_, count_valid_tokens, discard_gradients_
+from fullrank import accumulate, clip_grad_norm_, count_valid_tokens
 
 
 class _Bridge(torch.autograd.Function):
@@ -31,23 +31,6 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Any:
         return ctx.saved_tensors[0] * outer, None, None
-
-
-def chunked(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the summed cross-entropy; the last layer is back-propagated here, in chunks of two tokens."""
-    hidden: list[Tensor] = []
-    down = next(module for name, module in model.named_modules() if name.endswith("down"))
-    with down.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0])):
-        model(batch["tokens"])
-    rows, labels = hidden[0][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    grad, total = torch.zeros_like(rows), rows.new_zeros(())
-    for part in range(0, len(rows), 2):
-        chunk = rows[part : part + 2].detach().requires_grad_()
-        loss = F.cross_entropy(down(chunk), labels[part : part + 2], ignore_index=IGNORED, reduction="sum")
-        loss.backward()
-        grad[part : part + 2] = chunk.grad
-        total += loss.detach()
-    return _Bridge.apply(rows, grad, total)
 
 
 def run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: list[Batch], **options: Any) -> None:
@@ -79,27 +62,6 @@ def test_gradients_that_fsdp_holds_in_another_dtype_are_seen(rank: int, is_chunk
     found, text = common_error(window)
     assert found == ("RuntimeError" if is_chunked else "none"), text
     assert ("expected gradients that have not changed" in text) == is_chunked
-
-
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-@on_ranks()
-def test_deferred_mean_divides_it_with_the_rest(rank: int, kind: str) -> None:
-    """In every step; the control leaves the gradients of the step before."""
-    model, batches = wrap(Model(), kind), make_window("uneven", rank)
-    groups = [] if by_hand(model) is None else [by_hand(model)]
-    expected, deferred = one_process(Model(), all_batches("uneven")), DeferredMean(model, by_hand(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(2):
-        for batch in batches:
-            deferred.backward(chunked(model, batch), num_valid(batch))
-        deferred.finish(groups)
-        assert error(gradient(model), expected.gradient) <= 1e-12
-        assert error(deferred.mean_loss(), expected.loss) <= 1e-12
-        clip_grad_norm_(model, 1e-3)  # changes them in place
-        found, text = common_error(lambda: deferred.backward(chunked(model, batches[0]), num_valid(batches[0])))
-        assert (found, "no gradient before the first backward of a step" in text) == ("RuntimeError", True)
-        discard_gradients_(model)
-        optimizer.zero_grad()
 
 
 def _zeros(model: nn.Module) -> None:

@@ -247,17 +247,16 @@ def pooled(rank: int, code: str) -> Runs:
     yield Run(code, names, lambda _: parameters(model), parameters(reference))
 
 
-# How many ranks, what makes the runs, and the arguments of that.
-KINDS = ("ddp", "fsdp2")
+# How many ranks, what makes the runs, and the arguments of that. The verbs run under each wrapper in tests/conformance.
 RECIPES: dict[str, tuple[int, Callable[..., Runs], tuple[Any, ...]]] = {
-    **{f"loop, {kind}": (2, loop, (kind, LOOP, 4)) for kind in KINDS},
+    "loop, ddp": (2, loop, ("ddp", LOOP, 4)),
     "loop, hsdp": (4, loop, ("hsdp", LOOP, 4)),
     "scaler": (2, loop, ("ddp", *blocks("GradScaler"), NUM_BATCHES)),
-    **{f"server, {kind}": (2, loop, (kind, SERVER, 3)) for kind in KINDS},
-    **{f"means, {kind}": (2, window, (kind, MEANS)) for kind in KINDS},
+    "server": (2, loop, ("fsdp2", SERVER, 3)),
+    "means": (2, window, ("ddp", MEANS)),
     "accelerate": (2, window, ("ddp", *blocks("Accelerate"))),
-    **{f"injected, {kind}": (2, inside, (kind, INJECTED)) for kind in KINDS},
-    **{f"several losses, {kind}": (2, several_losses, (kind, SEVERAL)) for kind in KINDS},
+    "injected": (2, inside, ("fsdp2", INJECTED)),
+    "several losses": (2, several_losses, ("ddp", SEVERAL)),
     "packed": (2, packed, (*blocks("Packed sequences"),)),
     "experts": (4, experts, (*blocks("Experts"),)),
     "loss parallel": (4, loss_parallel, (*blocks("Loss parallel"),)),
