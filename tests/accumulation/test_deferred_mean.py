@@ -76,18 +76,6 @@ def test_weights_may_take_the_place_of_counts(rank: int, kind: str) -> None:
     assert error(gradient(model), gradient(reference)) <= 1e-12
 
 
-@on_ranks(2)
-def test_parameters_that_fsdp_left_unsharded(rank: int) -> None:
-    """FSDP2 keeps the parameters whole after the backward, so that the module shows no shards."""
-    reference, model = Model(), wrap(Model(), "fsdp2")
-    model.set_reshard_after_backward(False)
-    expected = one_process(reference, all_batches("full")).gradient
-    run_step(DeferredMean(model, by_hand(model)), model, make_window("full", rank))
-    model.reshard()
-    model.up.reshard()
-    assert error(gradient(model), expected) <= 1e-12
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "ignored by FSDP2", "ignored by FSDP2, summed", "sharded, summed"])
 @on_ranks(4, pytest.param(2, marks=pytest.mark.full))
@@ -348,13 +336,3 @@ def test_one_process() -> None:
     torch.testing.assert_close(deferred.mean_loss(), expected.detach(), rtol=1e-14, atol=0)
     for one, other in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_the_loss_of_half_precision_is_reported_in_float32() -> None:
-    model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
-    deferred = DeferredMean(model, by_hand(model))
-    deferred.backward(model(torch.ones(3, 2, dtype=torch.bfloat16)).sum(), 3)
-    deferred.finish()
-    assert deferred.mean_loss().dtype == torch.float32
-    assert model.weight.grad.dtype == torch.bfloat16
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]

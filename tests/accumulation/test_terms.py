@@ -19,7 +19,7 @@ from batches import Batch, all_batches, make_window, num_valid, one_process_of_t
 from collective_counter import CollectiveCounter
 from on_ranks import on_ranks
 from subjects import TwoHeads, by_hand, error, gradient, reduced, wrap
-from torch import Tensor, nn
+from torch import Tensor
 from verbs import COUNTS, terms_in
 from workers import error_of
 
@@ -121,11 +121,3 @@ def test_the_loss_of_each_micro_batch(rank: int, kind: str, form: str, layout: s
         assert numbers[1:] == [2 if form == "backward" else 3] * 2
     if layout in ("full", "uneven"):
         assert error(wrong, expected) > 1e-3
-
-
-def test_each_in_one_process() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    for step, rows in accumulate(model, [torch.ones(2, 1), torch.ones(3, 1), torch.ones(0, 1)], len, each=True):
-        step.backward(model(rows).sum())
-    value = float(model.weight.detach())
-    torch.testing.assert_close(step.losses(), torch.tensor([value, value, 0.0]))

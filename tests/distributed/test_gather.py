@@ -66,21 +66,6 @@ def test_every_dtype_and_shape_in_rank_order(rank: int, dtype: str) -> None:
         dist.destroy_process_group(group)
 
 
-@on_ranks()
-def test_row_aligned_tensors_travel_together(rank: int) -> None:
-    kinds = [("float32", (3,)), ("int64", ()), ("bool", ()), ("float64", (2, 2))]
-    for counts in layouts():
-        group = dist.new_group()
-        own = [rows_of(rank, counts[rank], *kind) for kind in kinds]
-        for number in (2 if sum(counts) else 1, 1):  # the header, and at first one payload
-            with CollectiveCounter() as counter:
-                first, second, none, *others = fullrank.gather_rows(own[0], own[1], None, own[2], own[3], group=group)
-            assert none is None
-            assert all(map(torch.equal, (first, second, *others), [rows_of_all(counts, *kind) for kind in kinds]))
-            assert counter.counts == {"_allgather_base_.default": number}
-        dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", 6])
 @pytest.mark.parametrize("backward", ["local", "reduce_scatter"])
 @on_ranks()
@@ -199,23 +184,6 @@ def test_a_second_derivative_is_refused(rank: int, name: str) -> None:
     ):
         assert kind == "RuntimeError"
         assert text.startswith(f"{name.split(',')[0]}: expected a first derivative, got a second one."), text
-
-
-@pytest.mark.parametrize(("totals", "counts"), [((3.0, 5.0, 1.0), (2, 0, 7)), ((0.0,) * 3, (0,) * 3)])
-@on_ranks()
-def test_global_mean(rank: int, totals: tuple[float, ...], counts: tuple[int, ...]) -> None:
-    """The mean of nothing is 0, with a finite gradient: the total is an empty sum, whose own gradient is zero."""
-    size = dist.get_world_size()
-    number = sum(counts[:size]) or 1
-    for count in (counts[rank], torch.tensor(counts[rank])):
-        own = torch.tensor(totals[rank], dtype=torch.float64, requires_grad=True)
-        with CollectiveCounter() as forward:
-            mean = fullrank.global_mean(own, count)
-        with CollectiveCounter() as backward:
-            mean.backward()
-        assert mean.item() == pytest.approx(sum(totals[:size]) / number, rel=1e-15)
-        assert own.grad.item() == pytest.approx(size / number, rel=1e-15)
-        assert (forward.total, backward.total) == (1, 0)
 
 
 LEARNED = {"info_nce learned": {"learn_temperature": True}, "siglip learned": {"learn": True}}
