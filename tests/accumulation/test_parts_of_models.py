@@ -16,8 +16,7 @@ from torch import Tensor
 from verbs import collect, run_window
 from workers import error_of
 
-from fullrank import DeferredMean, all_reduce_grads_, discard_gradients_, pooled_backward, sum_gradients_
-from fullrank.gradients.torch_private import count_unreduced
+from fullrank import DeferredMean, all_reduce_grads_, pooled_backward, sum_gradients_
 
 
 def _mean(scores: Tensor, batches: list[Batch]) -> Tensor:
@@ -159,21 +158,3 @@ def test_flows_that_reduce_by_hand(rank: int) -> None:
         model.zero_grad()
         run_window(model.module, batches, through=lambda _: model, **options)
         assert error(gradient(model), expected / divisor) <= 1e-12
-
-
-@on_ranks(2)
-def test_discarding_a_part_leaves_the_rest(rank: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model, batch = Model(), make_window("full", rank)[0]
-    fully_shard(model, mesh=mesh_of("fsdp2"))
-    sum_loss(model, batch).backward()
-    discard_gradients_(model.up)
-    assert model.up.weight.grad is None
-    assert model.down.weight.grad is not None
-    model.set_requires_gradient_sync(False)
-    sum_loss(model, batch).backward()
-    held_back = lambda: [count_unreduced(part.parameters()) > 0 for part in (model.up, model.down)]  # noqa: E731
-    assert held_back() == [True, True]
-    discard_gradients_(model.up)
-    assert held_back() == [False, True]

@@ -241,15 +241,6 @@ def test_discard_under_mixed_precision(rank: int, discard: bool) -> None:
     assert wrong == 0 if discard else wrong > 0.1
 
 
-def test_discard_drops_all_gradients_of_a_plain_module() -> None:
-    model = torch.nn.Linear(1, 1)
-    model(torch.ones(1, 1)).backward()
-    fullrank.discard_gradients_(model)
-    assert [parameter.grad for parameter in model.parameters()] == [None, None]
-    with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
-        fullrank.discard_gradients_([model])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.full)])
 @on_ranks(2)
