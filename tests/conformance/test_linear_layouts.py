@@ -141,21 +141,17 @@ def expected_of(made: Made, tied: bool) -> Result:
     return one_process(TiedWhole() if tied else Model(), batches)
 
 
-def cases() -> list[Any]:
-    found = []
-    for layout in LAYOUTS:
-        for tied, loss in ((False, loss_of), (False, minus_log_probs), (True, loss_of)):
-            # The embedding needs the weight outside of the methods of the head.
-            if layout == "method of the head" and (tied or loss is not loss_of):
-                continue
-            is_fast = loss is loss_of or layout in ("resharded", "tp")
-            for size in (4,) if layout == "fsdp2 x tp" else (2, 3):
-                mark = pytest.mark.slow if is_fast and size != 3 else pytest.mark.full
-                found.append(pytest.param(size, layout, tied, loss, marks=mark))
-    return found
+CASES = [
+    pytest.param(size, layout, tied, loss, marks=pytest.mark.full if size == 3 else pytest.mark.slow)
+    for layout in LAYOUTS
+    for tied, loss in ((False, loss_of), (False, minus_log_probs), (True, loss_of))
+    # The embedding needs the weight outside of the methods of the head.
+    if layout != "method of the head" or (not tied and loss is loss_of)
+    for size in ((4,) if layout == "fsdp2 x tp" else (2, 3))
+]
 
 
-@pytest.mark.parametrize(("world_size", "layout", "tied", "loss"), cases())
+@pytest.mark.parametrize(("world_size", "layout", "tied", "loss"), CASES)
 @on_ranks(...)
 def test_layout(rank: int, layout: str, tied: bool, loss: Loss) -> None:
     """In two steps, because wrappers set themselves up in the first."""
