@@ -6,6 +6,7 @@ What the page says of this package is shown by the tests of the folders, and of 
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -14,7 +15,9 @@ import loss_cases
 import pages
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -119,6 +122,44 @@ def test_same_numbers(name: str, options: dict[str, Any], num_classes: int) -> N
         other = steps_of(fullrank, name, options | {"temperature": 0.31}, weighted=True)
         assert not torch.allclose(other[0], theirs[0], rtol=1e-6)
         assert not torch.allclose(other[-1], theirs[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", loss_cases.SUMMED)
+def test_same_focal_losses(name: str) -> None:
+    loss = loss_cases.SUMMED[name]
+    inputs, targets, weight = loss_cases.rows_of_elements(loss.kind)
+    for form, reduction, given in itertools.product(loss.compared.values(), ["mean", "sum", "none"], (None, weight)):
+        options = {**form.settings, "reduction": reduction}
+        ours, theirs = (
+            getattr(module, loss.module.__name__)(**options)(inputs, targets, sample_weight=given)
+            for module in (fullrank, peer("imbalanced_losses"))
+        )
+        rounded = isinstance(options.get("alpha"), list)  # theirs are float32
+        assert_close(ours, theirs, rtol=1e-7 if rounded else 1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+def test_imbalanced_losses_on_two_ranks(rank: int) -> None:
+    """The share of the gradient under DDP, the elements, whether both ranks draw alike, and the positives."""
+    import imbalanced_losses
+
+    logits, targets = draw(columns=1)
+    logits, own, arguments = logits.detach(), slice(20 * rank, 20 * rank + 20), {"queue_size": 0, "temperature": 0.3}
+    found = []
+    for module in (fullrank, imbalanced_losses):
+        weight, one = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        module.SmoothAPLoss(1, **arguments)(weight * logits[own], targets[own]).backward()
+        dist.all_reduce(weight.grad)
+        whole = module.SmoothAPLoss(1, **arguments, gather_distributed=False)(one * logits, targets)
+        share = round(float(weight.grad / 2 / gradient(whole, one)), 6)
+        elements = module.SigmoidFocalLoss(reduction="none")(logits[own], targets[own, None].double())
+        torch.manual_seed(rank)
+        drawn = module.SmoothAPLoss(1, **arguments, max_pool_size=8)(logits[own], targets[own])
+        alike = fullrank.all_gather_no_grad(drawn[None]).unique().numel() == 1
+        counts = module.PAUCAtBudgetLoss(1, beta=0.5, surrogate="pairwise", queue_size=0)
+        stats = counts(logits[own], targets[own], return_per_class=True, return_diagnostics=True)[3]
+        found.append((share, len(elements), alike, int(stats["grad_pos_count"])))
+    assert found == [(1, 20, True, int(targets.sum())), (0.5, 40, False, int(targets[own].sum()))]
 
 
 def test_the_old_numbers() -> None:
