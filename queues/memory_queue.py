@@ -132,17 +132,22 @@ class MemoryQueue(SavedState):
         """64-bit hash of the rows held and of their numbers since the last reset; an int64 scalar."""
         if self._hashes.is_meta:  # the queue is empty, and will move to the device of its first rows
             return torch.zeros((), dtype=torch.int64, device="cpu")
-        number, undo, memory = min(self._num_enqueued - self._num_hashed, self.capacity), UNDO.get(), self._memory()
-        start, end = self._pointer - number, self._pointer  # a start below 0 is so far from the end of the ring
-        hashes: Any = self._hashes.numpy() if self._hashes.is_cpu else self._hashes
-        for places in (slice(start, None), slice(end)) if start < 0 else (slice(start, end),):
-            count = len(hashes[places])
-            if number and count:
+        number, undo = min(self._num_enqueued - self._num_hashed, self.capacity), UNDO.get()
+        start, end = self._pointer - number, self._pointer
+        places = [slice(start, end)] if start >= 0 else [slice(start, None), slice(end)]  # from the end of the ring on
+        if number:
+            join: Any = numpy.concatenate if self._hashes.is_cpu else torch.concatenate
+            rows = []
+            for stored in self._memory():
+                pieces = [] if stored is None else [stored[place] for place in places]
+                rows.append(join(pieces) if len(pieces) > 1 else pieces[0] if pieces else None)
+            new = self._hash(self._num_enqueued - number, *rows)
+            hashes: Any = self._hashes.numpy() if self._hashes.is_cpu else self._hashes
+            for place in places:
                 if undo is not None:
-                    undo.callback(self._hashes.__setitem__, places, self._hashes[places].clone())
-                rows = [None if rows is None else rows[places] for rows in memory]
-                hashes[places] = self._hash(self._num_enqueued - number, *rows)
-                number -= count
+                    undo.callback(self._hashes.__setitem__, place, self._hashes[place].clone())
+                count = len(hashes[place])
+                hashes[place], new = new[:count], new[count:]
         vars(self)["_num_hashed"] = self._num_enqueued
         return self._hashes.sum()
 
