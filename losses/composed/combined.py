@@ -54,7 +54,12 @@ class LossOfParts(SavedState):
             elif isinstance(part, nn.CrossEntropyLoss):
                 validate_args = all(getattr(module, "validate_args", True) for module in self.modules())
                 targets = _class_indices(part, logits, targets, validate_args)
-        token = SURROUNDING.set({**SURROUNDING.get(), **facts})
+        around = dict(SURROUNDING.get())
+        for name, fact in facts.items():
+            while around.get(name, fact) != fact:  # of a loss that this one is a part of
+                name = f"inner {name}"
+            around[name] = fact
+        token = SURROUNDING.set(around)
         try:
             return part(logits, targets, **options)
         finally:

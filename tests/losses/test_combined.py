@@ -163,8 +163,9 @@ def test_it_is_the_main_loss_of_a_warm_up_and_a_part_of_another() -> None:
     inner.losses["ap"].register_forward_pre_hook(lambda *_: compared.append(SURROUNDING.get()))
     outer(logits, targets)
     assert {name: fact.value for name, fact in compared[0].items()} == {
+        "weights": {"warm": 2.0, "ce": 1.0},
         "schedule": 1.0,
-        "weights": {"ap": 0.5, "ce": 0.5},
+        "inner weights": {"ap": 0.5, "ce": 0.5},
     }
     assert SURROUNDING.get() == {}  # a part that is called alone compares nothing of it
 
@@ -226,17 +227,19 @@ def test_a_sum_that_fails_after_it_agreed_leaves_the_queue_alone(rank: int) -> N
 
 
 @pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("fault", ["weights", "arguments", "soft targets"])
+@pytest.mark.parametrize("fault", ["weights", "outer weights", "arguments", "soft targets"])
 @on_ranks()
 def test_a_fault_of_one_rank_raises_on_all(rank: int, fault: str, step: int) -> None:
     """Weights, named once; an argument whose name both parts have; what AP refuses and a loss of torch has taken."""
     ce = nn.BCEWithLogitsLoss if fault == "soft targets" else BCEWithLogitsLoss
     found, twin = (CombinedLoss({"ap": SmoothAPLoss(1, queue_size=30), "ce": ce()}) for _ in range(2))
+    if fault == "outer weights":
+        found, twin = (CombinedLoss({"ap": one, "ce": CombinedLoss({"only": ce()})}) for one in (found, twin))
     for index in range(step + 2):
         logits, targets = draw(ROWS + rank, seed=10 * index + rank)
         if index != step:
             assert torch.equal(found(logits, targets), twin(logits, targets))  # no queue has seen the spoiled step
-        elif fault == "weights":
+        elif "weights" in fault:
             found.weights = {"ap": 1.0, "ce": 0.5 if rank == 1 else 1.0}
             error, text = error_of(partial(found, logits, targets))
             found.weights = twin.weights
