@@ -54,16 +54,19 @@ class LossOfParts(SavedState):
             elif isinstance(part, nn.CrossEntropyLoss):
                 validate_args = all(getattr(module, "validate_args", True) for module in self.modules())
                 targets = _class_indices(part, logits, targets, validate_args)
-        around = dict(SURROUNDING.get())
-        for name, fact in facts.items():
-            while around.get(name, fact) != fact:  # of a loss that this one is a part of
-                name = f"inner {name}"
-            around[name] = fact
-        token = SURROUNDING.set(around)
+        token = SURROUNDING.set(facts)
         try:
             return part(logits, targets, **options)
         finally:
             SURROUNDING.reset(token)
+
+
+def surrounding(name: str, fact: State) -> Mapping[str, State]:
+    """Return the facts around the parts of a loss: those around the loss, and a ``fact`` of its own."""
+    around = dict(SURROUNDING.get())
+    while name in around:
+        name = f"inner {name}"
+    return {**around, name: fact}
 
 
 def check_module(name: str, loss: object) -> nn.Module:
@@ -196,7 +199,7 @@ class CombinedLoss(LossOfParts):
         for name, value in options.items():
             if not any(name in names for names in self._takes.values()):
                 raise TypeError(expected(name, "None, because no part takes it", value))
-        facts = {"weights": State(self._weights, _SAME_WEIGHTS)}
+        facts = surrounding("weights", State(self._weights, _SAME_WEIGHTS))
 
         def value_of(name: str) -> Tensor:
             taken = {key: options[key] for key in self._takes[name] if key in options}

@@ -12,7 +12,7 @@ from ...distributed.header import State
 from ...distributed.torch_private import is_mean, not_compiled, note_kind
 from ...errors import check_between, check_count, check_temperature, expected, warn
 from ...queues.saved_state import as_saved, from_saved
-from .combined import LossOfParts, check_module, takes
+from .combined import LossOfParts, check_module, surrounding, takes
 
 _POSITION = ("_epoch", "_step", "_switch_step")
 _SAME_SCHEDULE = "Call on_train_epoch_start and on_train_batch_start with the same numbers on every rank."
@@ -203,7 +203,7 @@ class LossWarmupWrapper(LossOfParts):
             A scalar in the warm-up, then what ``main_loss`` returns; of a tuple the first element is blended.
         """
         weight = self.main_weight
-        facts = {"schedule": State(weight, _SAME_SCHEDULE)}
+        facts = surrounding("schedule", State(weight, _SAME_SCHEDULE))
         if self.training:
             self._warn_of_missing_calls()
         if weight < 1.0:  # The loss without a queue comes first. If it raises, nothing has been enqueued.

@@ -142,7 +142,7 @@ def missed_area(
         valid = valid & rivals.any(dim=1)
         share, missed = _mean_over_rivals(pool, thresholds, valid, numerator, share, rivals)
         losses = propagate_nan((missed * share).sum(dim=1) * valid, pool)
-    stats = dict[str, Tensor]()
+    stats: dict[str, Tensor] = {}
     if with_stats:
         missed = torch.where(share > 0, missed.detach(), 0.0)
         mean = (missed * share).sum(dim=1, keepdim=True)  # [C, 1], over the positives

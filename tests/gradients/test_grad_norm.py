@@ -520,9 +520,11 @@ def test_parts_of_gradients_are_no_copies(rank: int) -> None:
         assert fullrank.total_grad_norm(parameters).item() == pytest.approx(whole.norm().item(), rel=1e-14)
 
 
+@pytest.mark.parametrize("of_zero", [False, True])
 @on_ranks(4)
-def test_copies_that_differ_by_a_rounding_give_one_number(rank: int) -> None:
+def test_copies_that_differ_by_a_rounding_give_one_number(rank: int, of_zero: bool) -> None:
+    """Also where the gradient is 0, as that of a bias before a loss of ranks, and only roundings are left."""
     mesh = mesh_of("dp", "tp")
-    parameters = [place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), with_gradient(draw(2, 5) * (1 + rank * 2.0**-52))]
-    norm = fullrank.total_grad_norm(parameters)
+    copy = draw(rank, 5) * 2.0**-52 if of_zero else draw(2, 5) * (1 + rank * 2.0**-52)
+    norm = fullrank.total_grad_norm([place(draw(1, 4, 4), mesh, Shard(0), Shard(1)), with_gradient(copy)])
     assert torch.equal(fullrank.all_gather_no_grad(norm[None]), norm.expand(4))

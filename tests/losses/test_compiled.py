@@ -63,8 +63,8 @@ def assert_same(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], g
 
 
 FUNCTIONS = [name for name, form in FORMS.items() if form.is_function and "graph" not in form.loss.left_out]
-# In `make test`: by columns, and of tokens. Smooth-AP is compiled within a step below.
-OFTEN = ["pauc_dro", "causal_lm"]
+# In `make test`: by columns, of a band, and of tokens. Smooth-AP is compiled within a step below.
+OFTEN = ["pauc_dro", "pauc_pairwise", "causal_lm"]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
