@@ -94,7 +94,7 @@ def total_grad_norm(
         TypeError, ValueError: for arguments that do not fit, or differ between ranks; for a gradient that is a DTensor
             although its parameter is not; for some gradients on the meta device; for groups that overlap.
         RuntimeError: with ``error_if_nonfinite``, when the norm is inf or NaN; names the parameters and their ranks.
-            For whole parameters whose norms differ, between ranks of one of the groups, by over 1 % of the largest norm.
+            For whole parameters whose norms differ between ranks of one of the groups by over 1 % of the largest norm.
 
     Degenerate: no gradient at all gives 0, and the same collectives. Empty shards add 0. NaN anywhere gives NaN.
     Numerics:
