@@ -255,7 +255,7 @@ class NDCGLoss(CurrentTemperature):
         valid = ideal > 0
         values = 1 - (self._gains(grades) * discount).sum(dim=1) / torch.where(valid, ideal, 1.0)
         values = torch.where(valid, values, 0.0)
-        return values if undefined is None else values.masked_fill(undefined, math.nan), valid
+        return values if undefined is None else values * torch.where(undefined, math.nan, 1.0), valid
 
     def _gains(self, grades: Tensor) -> Tensor:
         return grades.double().exp2() - 1 if self.gain == "exponential" else grades.double()

@@ -49,9 +49,13 @@ def test_ignored_rows_are_removed_rows_whatever_they_hold(name: str) -> None:
 @over_forms
 def test_a_nan_that_counts_is_not_hidden(name: str) -> None:
     x, targets, queries = make_rows()
-    x[int((targets == 1).nonzero()[3])] = math.nan
+    x[int((targets == 1).nonzero()[3]), 0] = math.nan
     if FORMS[name].settings.get("reduction") != "none":  # of which a NaN is left out
-        assert FORMS[name].value(x, targets, queries).isnan()
+        loss, gradient = cases.step(FORMS[name].value, x, targets, queries=queries)
+        assert loss.isnan()
+        assert gradient[:, 0].isnan().any()
+    if name == "recall":  # nor where the row has no gradient
+        assert cases.step(FORMS[name].value, x, targets, threshold_gradient=False)[1][:, 0].isnan().any()
     if name == "retrieval":  # nor where no query is valid
         assert retrieval_smooth_ap(x[targets == 1], targets[targets == 1]).isnan()
 
