@@ -259,8 +259,6 @@ def check_not_gathered(group: ProcessGroup | None, **tensors: object) -> None:
 
 def _share_ranks(over: ProcessGroup, group: ProcessGroup) -> bool:
     """Return False for a gather over other ranks, such as one over the parts of a sequence: it is allowed before."""
-    if over is group:
-        return True
     try:
         return len({*group_ranks(over)} & {*group_ranks(group)}) > 1
     except Exception:  # that group has been destroyed

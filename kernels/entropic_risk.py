@@ -138,7 +138,7 @@ def _by_powers(pool: _Pool, power: int, budget: float, with_grad: bool) -> tuple
     blocks = [slice(at, at + step) for at in range(0, scores.shape[1], step)]  # that stay in the cache
     keys = torch.empty_like(mass)
     for b in blocks:
-        below = (scores[:, b] - highest).nan_to_num_(0.0, math.inf, -math.inf)  # 0 where both are the same infinity
+        below = (scores[:, b] - highest).nan_to_num_(neginf=-math.inf)  # 0 where both are the same infinity
         keys[:, b] = pool.scaled(below).clamp_max_(0.0).exp_()  # rows above the highest are no rivals
 
     if power:

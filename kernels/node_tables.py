@@ -135,7 +135,7 @@ def at_fine_nodes(values: Tensor, matrices: Constants) -> Tensor:
 def coefficients(values: Tensor, matrices: Constants, dtype: torch.dtype) -> Tensor:
     """Return (p, ...) contiguous polynomial coefficients in u from values (..., B, F p) at the fine nodes."""
     p = matrices.to_coefficients.shape[0]
-    return (matrices.to_coefficients @ values.reshape(-1, p).T).to(dtype).contiguous()
+    return (matrices.to_coefficients @ values.reshape(-1, p).T).to(dtype)
 
 
 def interact(sources: Tensor, kernel: Tensor, reach: int, ids: Tensor | None) -> Tensor:

@@ -202,8 +202,6 @@ def squeeze_advice(name: str, value: Tensor, shape: tuple[int, ...]) -> str:
 
 def focus(log_p: Tensor, gamma: float) -> Tensor:
     """Return ``(1 - p)^gamma``, to full accuracy for p near 1, with a finite slope there."""
-    if gamma == 0:
-        return torch.ones_like(log_p)
     return power(-torch.expm1(log_p), gamma)
 
 
