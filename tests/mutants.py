@@ -64,7 +64,7 @@ OTHERS |= {ast.FloorDiv: [ast.Mult], ast.Mod: [ast.Mult], ast.Pow: [ast.Mult], a
 METHODS = {"amin": "amax", "min": "max", "floor": "ceil", "sum": "mean", "clamp_min": "clamp_max", "any": "all"}
 METHODS |= {new: old for old, new in METHODS.items()}
 DROPPED = {"detach", "cumsum", "contiguous", "clone", "double", "abs", "flip", "exp", "sqrt", "neg", "float"}
-ORDERLESS = ("isinstance", "getattr", "hasattr", "setattr", "partial", "cast")
+ORDERLESS = ("isinstance", "getattr", "hasattr", "setattr", "partial", "cast", "max", "min")
 TEXTS = ("fix", "advice", "message")
 FIELDS_LEFT_OUT = ("annotation", "returns", "decorator_list")
 

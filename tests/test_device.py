@@ -239,6 +239,8 @@ def test_a_check_that_waits_for_the_header_finds_what_the_host_does(ignored: int
             outcomes.append(error_of(check))
         assert outcomes[0] == outcomes[1] == outcomes[2]
         assert (outcomes[0][0] == "none") == (targets is right), outcomes
+    none = Batch(torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64))
+    assert check_batch(none, TargetRule(classes, ignored)).counts == (0, 0, 0)  # so that the sums over ranks are known
 
 
 @only_simulated

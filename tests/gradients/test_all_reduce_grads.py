@@ -76,12 +76,11 @@ def test_sum_in_place(rank: int, dtype: str, bucket: int, num_buckets: int) -> N
 
 
 def test_buckets_are_filled() -> None:
-    from fullrank.gradients.all_reduce_grads import BUCKET_BYTES, buckets
-
-    quarter = BUCKET_BYTES // 4 // 4  # elements of float32 in a quarter
+    quarter = 25 * 2**20 // 4 // 4  # elements of float32 in a quarter
     tensors = [torch.empty(n, device="meta") for n in (quarter, 3 * quarter, 1, quarter, 5 * quarter, 0, quarter)]
     tensors.insert(1, torch.empty(quarter, dtype=torch.bfloat16, device="meta"))  # travels as float32
-    sizes = [[(tensor.dtype, tensor.numel() / quarter) for tensor in bucket] for bucket in buckets(tensors)]
+    buckets = all_reduce_grads.buckets(tensors)
+    sizes = [[(tensor.dtype, tensor.numel() / quarter) for tensor in bucket] for bucket in buckets]
     wide, narrow = torch.float32, torch.bfloat16
     assert sizes == [[(wide, 1), (wide, 3)], [(wide, 1 / quarter), (wide, 1)], [(wide, 5)], [(narrow, 1)], [(wide, 1)]]
 

@@ -100,6 +100,7 @@ def test_what_is_found_in_a_model(rank: int) -> None:
     assert text in text_of(lambda: run_window(bare, batch))
     text = "in none of them, and wrappers that divide by 4, for which the loss is multiplied by it."
     assert text in text_of(lambda: run_window(bare, batch, group=dist.group.WORLD))
+    assert text_of(lambda: run_window(bare, batch, group=dist.group.WORLD, multiplier=1.0)) == "none: "
     bare.requires_grad_(False).up.requires_grad_(True)
     assert find_sync(bare).unmanaged == []
     ignoring = Model(torch.float32)

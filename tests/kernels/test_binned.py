@@ -111,6 +111,16 @@ def test_control_a_coarser_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch) -
         assert_same(smooth_ap_by("binned", scores, positive, 0.5), reference, torch.float64)
 
 
+def test_a_few_positives_far_above_many_negatives() -> None:
+    """33 temperatures above 1e5 negatives, from bin 0 to bin 9, the tail of the sigmoid is all there is."""
+    scores = torch.cat([normal(100_000) * 0.01 + 3.2, torch.full((5,), 36.5)])[None]
+    positive = torch.zeros_like(scores, dtype=torch.bool)
+    positive[0, -5:] = True
+    reference = smooth_ap_by("direct", scores.double(), positive, 1.0)
+    for dtype in (torch.float32, torch.float64):
+        assert_same(smooth_ap_by("binned", scores.to(dtype), positive, 1.0), reference, dtype)
+
+
 @pytest.mark.parametrize(
     ("num_classes", "size", "change"),
     [(1, 300_000, {"lanes": 1}), (1, 300_001, {"lanes": 1}), (7, 900, {"tables_at_once": 100})],

@@ -148,6 +148,11 @@ def test_a_tight_majority_is_a_matter_of_a_hundredth() -> None:
         assert spread_of(1e3 + scores, None) == pytest.approx(expected_spread(scores), rel=1e-9)
 
 
+def test_standardized_scores_are_those_from_the_median() -> None:
+    """Division alone would round scores that are far from 0. The lower median of an even number of rows is one."""
+    assert standardized(1e6 + RAMP[None], None).median() == 0
+
+
 def test_the_whole_range_of_float64() -> None:
     assert spread_of(RAMP[None] * 1.7e308, None) == pytest.approx(1.7e308 / 1.349, rel=0.01)
     assert spread_of(torch.tensor([[-1.7e308, 1.7e308]], dtype=torch.float64), None) == torch.finfo(torch.float64).max

@@ -261,6 +261,7 @@ def test_the_weights_are_those_of_torch_in_every_respect() -> None:
         ours.weight.mul_(2)
         assert "2.0, 4.0, 1.0" in ours.extra_repr()
         assert ours.double().weight.dtype == torch.float64
+        assert ours._arguments()["weight"] is ours._arguments()["weight"]  # it is read once
         logits, targets = normal(8, 3), torch.arange(8) % 3
         targets = targets if isinstance(ours, CrossEntropyLoss) else normal(8, 3, seed=3).sigmoid()
         for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):

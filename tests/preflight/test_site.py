@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import DEVICE, Backend, only_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +26,8 @@ def test_the_launcher_may_show_one_device_to_each_process(monkeypatch: pytest.Mo
         monkeypatch.setattr(Backend, "device_count", lambda self, visible=visible: visible)
         with site.open_site("gloo", "sim", 60) as opened:
             assert opened.device == torch.device("sim", visible - 1)
+            group = dist.group.WORLD._get_backend(torch.device("cpu"))
+            assert group.options._timeout == timedelta(seconds=60)
             (result,) = command.run_checks(opened)
         assert result[1:] == ("passed", f"device 0, of {visible} that the process sees")
 

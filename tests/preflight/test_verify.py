@@ -77,6 +77,12 @@ def test_one_process() -> None:
     """Without a process group the micro-batches of one process are compared with their rows as one batch."""
     verdicts = {name: report_of(p, "plain", 0).verdict for name, p in PROGRAMS.items() if p.is_window}
     assert verdicts == {name: PROGRAMS[name].verdict for name in verdicts}
+    for draw in (random.random, np.random.rand, lambda: torch.rand(()).item()):
+
+        def step(model: nn.Module, batches: Any, draw: Callable[[], float] = draw) -> None:
+            sum(draw() * model(batch[0]).sum() for batch in batches).backward()
+
+        assert fr.verify_step(step, Net(), make_window(0)).verdict == "random"
 
 
 @pytest.mark.parametrize("kind", ["hsdp (1, W)", "hsdp (W, 1)", "summed", "replicate"])

@@ -139,6 +139,7 @@ def test_dtype_follows_the_rows_and_never_the_module() -> None:
     assert torch.equal(loss.queue.rows().logits, third)
     loss.queue.enqueue(third.double() / 7, torch.tensor([0]))
     assert loss.queue.rows().logits.dtype == torch.float64
+    assert loss.queue.rows().targets.dtype == torch.int64  # float32 has no labels beyond 2**24
     assert list(loss.buffers()) == []
 
 
