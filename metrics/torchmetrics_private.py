@@ -91,11 +91,12 @@ class GatheredMetric(Metric):
         if not self.compute_with_cache:
             return
         group = resolve_group(self.process_group, name="process_group")
-        facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
-        offer = Offer(None, facts, totals=[float(self._computed is not None)])
-        agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: offer)
-        if not all(is_cached for is_cached, *_ in agreed.totals):
-            self._computed = None
+        if dist.get_world_size(group) > 1:
+            facts = {"arguments": State(self.extra_repr(), SAME_ARGUMENTS)}
+            offer = Offer(None, facts, totals=[float(self._computed is not None)])
+            agreed = agree_on(f"{type(self).__name__}.compute", group, lambda: offer)
+            if not all(is_cached for is_cached, *_ in agreed.totals):
+                self._computed = None
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Group = None) -> None:
         """Replace the state with the rows of all ranks; torchmetrics makes no collectives for an empty list."""
