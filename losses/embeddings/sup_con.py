@@ -16,7 +16,7 @@ from ...distributed.exchange import Exchange
 from ...distributed.gather import check_not_gathered
 from ...distributed.header import DeviceCheck, Offer, agree_on
 from ...distributed.torch_private import not_compiled
-from ...errors import expected
+from ...errors import check_int, expected
 from ...kernels import native
 from ..arguments import completed
 from ..base import DistributedLoss, GroupOptions
@@ -71,6 +71,8 @@ class SupConLoss(ContrastiveLoss):
     """
 
     temperature: float  # never None
+    _checks = ContrastiveLoss._checks | {"ignore_index": check_int}
+    _fixed = (*ContrastiveLoss._fixed, "ignore_index")
     _shown = "normalize", "queue_size", "ignore_index", "gradient_reduction"
 
     def __init__(

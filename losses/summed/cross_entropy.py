@@ -120,7 +120,10 @@ class CrossEntropyLoss(TorchLikeLoss):
     """
 
     weight: Tensor | None
-    _checks = TorchLikeLoss._checks | {"label_smoothing": partial(check_between, low=0, high=1)}
+    _checks = TorchLikeLoss._checks | {
+        "ignore_index": check_int,
+        "label_smoothing": partial(check_between, low=0, high=1),
+    }
     _shown = "weight", "ignore_index", "reduction", "label_smoothing", "class_weight"
 
     def __init__(
@@ -135,7 +138,7 @@ class CrossEntropyLoss(TorchLikeLoss):
         **options: Unpack[GroupOptions],
     ) -> None:
         super().__init__(reduction, gather_distributed, **options)
-        self.ignore_index = check_int("ignore_index", ignore_index)
+        self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         if isinstance(weight, str):
             class_weight, weight = weight, None

@@ -466,10 +466,10 @@ AS_GIVEN = {"name", "num_features", "function", "learn", "learn_temperature", "c
 
 def refused_later(loss: Loss) -> Iterator[tuple[Settings, str, Any]]:
     """Yield settings, and an argument with a value that is refused when it is assigned to a loss with them."""
-    left_out = AS_GIVEN if loss.is_pooled else AS_GIVEN | {"ignore_index"}
-    for name in sorted(loss.arguments - left_out):
+    fixed = FIXED | {"ignore_index"} if "queue_size" in loss.arguments else FIXED
+    for name in sorted(loss.arguments - AS_GIVEN):
         entry = loss.argument(name)
-        others = [entry.other] if name in FIXED or name == "ignore_index" else []
+        others = [entry.other] if name in fixed else []
         values = [bad for bad in [*entry.bad, *entry.wrong, *others] if bad is not None or name != "temperature"]
         yield from ((loss.form_with(name).settings, name, bad) for bad in values)
     for names, changes, _ in loss.together if loss.is_pooled else ():  # values that do not go together
