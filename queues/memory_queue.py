@@ -58,7 +58,7 @@ class MemoryQueue(SavedState):
     device, and are float32, or float64 after float64 rows were enqueued. ``state_dict`` contains copies of them.
 
     Args:
-        capacity: number of rows >= 0; a queue of 0 stores nothing. A row takes ``4 * num_classes + 13`` bytes.
+        capacity: number of rows >= 0; a queue of 0 stores nothing. A row takes ``4 * num_classes + 21`` bytes.
         num_classes: columns of the logits, such as the width of embeddings; 1 is binary. With None the first rows that
             are enqueued or loaded determine it.
         ignore_index: rows with this target never enter.
