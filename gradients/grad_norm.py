@@ -360,7 +360,7 @@ def _join_over_groups(measured: _Measured) -> _Reduced:
         differ, is_stage = received[:, 1] != received[0, 1], place >= measured.first_stage
         if not is_stage:
             least, most = received[:, 4].aminmax()
-            # Of the largest norm of a layout: copies of a bias whose gradient is 0 differ in its roundings alone.
+            # Relative to the largest norm: the copies of a gradient that is 0 differ by any factor, in rounding alone.
             differ |= most - least > _ROUNDING * received[:, 4 : sent.numel()].amax()  # False for inf and NaN
         failed = torch.maximum(received[:, 0], differ.double()).amax()
         narrow, nonfinite = received[:, 2].amax(), received[:, 3].sum()

@@ -229,7 +229,7 @@ static void NAMED(run)(int64_t call) {
   if (is_computed) {
     require(NAMED(unit_gradient)(given, unit, slopes, num_units, length, 2, out), "their gradient", call);
     add(unit, units), add(out, units);
-    for (int64_t i = 0; i < num_units * length; ++i) require(fabs(unit[i]) < 1 + 1e-6 && isfinite(out[i]), "a unit row", call);
+    for (int64_t i = 0; i < num_units * length; ++i) require(fabs(unit[i]) <= 1 + 2 * FLT_EPSILON && isfinite(out[i]), "a unit row", call);
   }
   const int64_t candidates = num_units + draw() % 600, from = draw() % (candidates - num_units + 1), block = num_units * candidates;
   REAL *pairs = array(block * sizeof(REAL)), *own = array(num_units * sizeof(REAL));
